@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from calibrate.bench_sizes import SIZES
 from calibrate.devices import Devices
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
@@ -20,48 +21,18 @@ from formats.errors import InputError
 from formats.names import BENCH_SHAPES
 from formats.scheme import Scheme
 
-_COMMON = {
+_LLAMA = {  # keys and values that SIZES leaves out
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "head_dim": 128,
     "max_position_embeddings": 8192,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
 }
-# name -> the model's config.json
-CONFIGS = {
-    "llama-3-8b": {
-        **_COMMON,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-    },
-    "qwen3-30b-a3b": {
-        **_COMMON,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-    },
-}
+CONFIGS = {name: {**_LLAMA, **sizes} for name, sizes in SIZES.items()}  # each model's config.json
 assert tuple(CONFIGS) == BENCH_SHAPES
 TIMED = ("statistics", "solving", "next inputs", "tuning")  # stages that take time in each layer
 

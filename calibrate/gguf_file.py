@@ -17,7 +17,7 @@ from calibrate.results.report import QuantizationReport
 from formats.errors import InputError
 from formats.gguf import staged
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.held import Held, order_of
+from formats.gguf.architectures.converted import ConvertedTensor, order_of
 from formats.gguf.schemes import (
     BLOCK,
     OUTER_TYPES,
@@ -175,9 +175,11 @@ def _run_of_inputs(
     It is all inputs, or those of one head if the export reorders heads. A block must lie within
     such a run, so that the export moves whole blocks.
     """
-    for held in row.tensors.values():
-        if isinstance(held, Held) and module.endswith(f".{held.name.removesuffix('.weight')}"):
-            order = order_of(held.columns, config)
+    for each in row.tensors.values():
+        if not isinstance(each, ConvertedTensor):
+            continue
+        if module.endswith(f".{each.name.removesuffix('.weight')}"):
+            order = order_of(each.columns, config)
             return in_features if order is None else order.numbers[-1]
     return in_features
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from calibrate.bench_sizes import SIZES
 from formats.quant_config import BLOCK, QuantConfig
 from formats.rules import Rule
 from formats.scheme import FP4_TYPES, Scheme
@@ -37,14 +38,7 @@ MTP_IN_FLOAT = Rule(kind="regex", text=r"^mtp\.", scheme=None)
 DENSE_DOWN_IN_FLOAT = Rule(kind="regex", text=r"^model\.layers\.0\.mlp\.down_proj$", scheme=None)
 
 SHAPES = {
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    **SIZES,
     "llama-3-70b": {
         "hidden_size": 8192,
         "intermediate_size": 28672,
@@ -65,23 +59,6 @@ SHAPES = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
     },
     "qwen3-embedding-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form.config import usual_config
-from formats.architecture.stored_form.entries import transposed_names, usual_entries
+from formats.architecture.stored_form.config import canonical_config
+from formats.architecture.stored_form.entries import canonical_entries, transposed_names
 from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
-from formats.errors import CheckpointError, DiskError, one_line
+from formats.errors import FETCH_AGAIN, CheckpointError, DiskError, one_line
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
 from formats.files.model_path import is_gguf_folder, is_mistral_folder, model_folder
@@ -115,8 +115,8 @@ class CheckpointReader:
                 name: entry for name, entry in self.entries.items() if text_name(name) is None
             }
             self.entries = kept
-        self.config = usual_config(self.config)
-        self.entries = usual_entries(self.config, self.entries)
+        self.config = canonical_config(self.config)
+        self.entries = canonical_entries(self.config, self.entries)
         self.config = without_head_norm(self.config)
         self.transposed = transposed_names(self.config, self.entries)
         if renamed := bare_names(self.entries):
@@ -153,9 +153,15 @@ class CheckpointReader:
         for file_name, expected in listed.items():
             entries = read_header(self.folder / file_name)
             for name in expected - entries.keys():
-                raise CheckpointError(str(self.folder / file_name), f"holds no {name!r}")
+                raise CheckpointError(
+                    str(self.folder / file_name),
+                    f"does not contain {name!r}, which {INDEX} lists there",
+                    FETCH_AGAIN,
+                )
             for name in entries.keys() & found.keys():
-                raise CheckpointError(name, f"is in two shards, one of them {file_name}")
+                raise CheckpointError(
+                    name, f"is in two shards, one of them {file_name}", "fetch the checkpoint again"
+                )
             found.update(entries)
         return found
 
@@ -176,12 +182,14 @@ class CheckpointReader:
     def _listed_files(index_path: Path) -> dict[str, set[str]]:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(str(index_path), "has no weight_map")
+            raise CheckpointError(str(index_path), "has no weight_map", FETCH_AGAIN)
         files: dict[str, set[str]] = {}
         for name, file_name in weight_map.items():
             plain = isinstance(file_name, str) and Path(file_name).name == file_name
             if not plain or file_name in ("", ".."):
-                raise CheckpointError(str(index_path), f"{file_name!r} is not a plain file name")
+                raise CheckpointError(
+                    str(index_path), f"{file_name!r} is not a plain file name", FETCH_AGAIN
+                )
             files.setdefault(file_name, set()).add(name)
         return files
 
@@ -202,7 +210,9 @@ class CheckpointReader:
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
         """Read one tensor. Raises CheckpointError if there is no tensor with this name."""
         if name not in self.entries:
-            raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
+            raise CheckpointError(
+                f"tensor {name!r}", f"is not in {self.folder}", "use a complete checkpoint"
+            )
         return self.entries[name].read().to(device)
 
     def children(self, prefix: str) -> dict[str, TensorEntry]:
@@ -234,7 +244,9 @@ class CheckpointWriter:
         """
         if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise CheckpointError(
-                "max_shard_bytes", f"expected a number of bytes, found {max_shard_bytes!r:.80}"
+                "max_shard_bytes",
+                f"expected a number of bytes above 0, found {max_shard_bytes!r:.80}",
+                "give a whole number",
             )
         self._transposed, self._as_stated = frozenset(transposed), dict(as_stated or {})
         # resolve the path, because a rename cannot replace "." or a link to a folder
@@ -251,7 +263,9 @@ class CheckpointWriter:
                 "wait for that run to end, or give another folder",
             ) from None
         except OSError as error:
-            raise CheckpointError(str(folder), f"cannot be created: {error.strerror}") from None
+            raise CheckpointError(
+                str(folder), f"cannot be created: {error.strerror}", "give another folder"
+            ) from None
         try:
             check_is_free(folder)  # check again: the run that had the lock may have just finished
         except CheckpointError:

@@ -34,7 +34,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
-from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import count_text, names_text, size_text
 
@@ -188,7 +188,11 @@ def _schemes(
     """Return the scheme of every linear, checked against the target; None: a float matrix."""
     quantized = set(quantized_modules(reader.entries))
     if not quantized:
-        raise CheckpointError(str(reader.folder), "holds no quantized tensors")
+        raise CheckpointError(
+            str(reader.folder),
+            f"has no quantized tensors, although config.json has a {BLOCK}",
+            "copy config.json from the same checkpoint as the weights",
+        )
     symmetric = config.layout in ("awq", "awq-gemv") and _all_symmetric(reader, quantized)
     schemes: dict[str, Scheme | None] = {}
     for name in reader.entries:
@@ -202,7 +206,7 @@ def _schemes(
             continue
         scheme = config.scheme_for(module)
         if scheme is None:
-            raise CheckpointError(module, why_no_scheme(module, config))
+            raise CheckpointError(module, why_no_scheme(module, config), COPY_BLOCK)
         if has_input_factors(module, reader.entries):
             raise CheckpointError(
                 module,

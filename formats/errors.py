@@ -3,7 +3,13 @@
 Every message names the object, says what was expected and what was found, and gives the remedy.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+# remedies that several modules give
+CHECK_ACCESS = "check that you may read it, and that the disk works"
+FETCH_AGAIN = "fetch it again"
 
 
 class InputError(ValueError):
@@ -31,6 +37,17 @@ def config_error(
     return CheckpointError(
         f"config.json {key}", f"expected {expected}, found {found!r:.80}", remedy
     )
+
+
+@contextmanager
+def default_remedy(remedy: str) -> Iterator[None]:
+    """Context that adds a remedy to a CheckpointError without one."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.remedy:
+            raise
+        raise type(error)(error.subject, error.problem, remedy) from error
 
 
 class RangeError(CheckpointError):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from formats.architecture.float_linears import linear_shapes
+from formats.architecture.sizes import size
 from formats.codecs import mxfp4
 from formats.codecs.kv_cache import KV_SCALE_NAMES
 from formats.errors import CheckpointError
@@ -24,7 +25,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
-from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 
 MXFP4 = Scheme.parse("w4a16-mxfp4")
@@ -60,6 +61,7 @@ class DecodedEntry(ComputedEntry):
             raise CheckpointError(
                 self.name,
                 f"config.json states {list(self.shape)}, found codes of {list(decoded.shape)}",
+                "copy config.json from the original checkpoint",
             )
         return rounded(self.name, decoded, self.dtype)
 
@@ -108,19 +110,19 @@ def _linears(
     for module in quantized_modules(entries):
         scheme = quant.scheme_for(module)
         if scheme is None:
-            raise CheckpointError(module, why_no_scheme(module, quant))
+            raise CheckpointError(module, why_no_scheme(module, quant), COPY_BLOCK)
         names = tensor_names(module, layout_of(quant), entries)
-        held, shape = {local: entries[full] for local, full in names.items()}, shapes.get(module)
-        if shape is None:  # a linear outside of the decoder layers
-            values = {local: entry.read() for local, entry in held.items()}
+        stored, shape = {local: entries[full] for local, full in names.items()}, shapes.get(module)
+        if shape is None:  # only decoding shows the shape: no row states it
+            values = {local: entry.read() for local, entry in stored.items()}
             shape = tuple(decode_dense(module, values, quant).weight_NK.shape)
-        weight = _entry(f"{module}.weight", held, scheme, shape, dtype, quant)
+        weight = _entry(f"{module}.weight", stored, scheme, shape, dtype, quant)
         found |= dict.fromkeys(names.values(), weight)
     return found
 
 
 def _stacks(entries: Mapping[str, TensorEntry], dtype: torch.dtype) -> dict[str, DecodedEntry]:
-    """Return the stacks of experts [E, K, N] that gpt-oss holds in MXFP4 blocks [E, N, G, 16].
+    """Return the stacks of experts [E, K, N] that gpt-oss stores as MXFP4 blocks [E, N, G, 16].
 
     The keys are the names of the blocks and scales.
     """
@@ -129,8 +131,8 @@ def _stacks(entries: Mapping[str, TensorEntry], dtype: torch.dtype) -> dict[str,
         stack = name.removesuffix("_blocks")
         if stack != name and f"{stack}_scales" in entries:
             E, N, G = blocks.shape[:3]
-            held = {"blocks": blocks, "scales": entries[f"{stack}_scales"]}
-            weights = _entry(stack, held, MXFP4, (E, G * mxfp4.GROUP, N), dtype, None)
+            stored = {"blocks": blocks, "scales": entries[f"{stack}_scales"]}
+            weights = _entry(stack, stored, MXFP4, (E, G * mxfp4.GROUP, N), dtype, None)
             found |= {name: weights, f"{stack}_scales": weights}
     return found
 
@@ -145,13 +147,18 @@ def without_block(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return [N, K] of linears by name, as far as the family's row states them."""
+    """Return [N, K] of the linears, embedding and head that the family's row states, by module."""
     family = family_of(config)
     if family is None:
         return {}
     family = family.variant(config)
     sizes = {name: value for name, value in family.sizes(config).items() if value is not None}
-    return linear_shapes(family, config, sizes)
+    found = linear_shapes(family, config, sizes)
+    for name, dims in family.model_tensors.items():
+        shape = tuple(size(names, sizes) for names in dims)
+        if len(shape) == 2 and None not in shape:
+            found[name.removesuffix(".weight")] = shape
+    return found
 
 
 def _entry(

@@ -59,5 +59,5 @@ RecipeName = Literal[
     "autoround",
 ]
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
-# models whose layers `qserve bench quantize` measures (calibrate/bench.py)
+# models whose layers `qserve bench quantize` measures (calibrate/bench_sizes.py)
 BENCH_SHAPES = ("llama-3-8b", "qwen3-30b-a3b")

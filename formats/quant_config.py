@@ -11,7 +11,7 @@ from typing import Any
 from formats.checkpoint import read_json
 from formats.codecs import awq_config, compressed_config, fp8_config, gptq_config, mxfp4
 from formats.codecs.config_fields import BLOCK, EMBEDDING, ConfigFields
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, InputError, default_remedy
 from formats.gguf import config_block as gguf_block
 from formats.gguf import staged
 from formats.other_tools import (
@@ -27,6 +27,8 @@ from formats.rules import check_cost, first_match, split_schemes
 from formats.scheme import Scheme
 
 HEAD = "lm_head"
+# remedy for a block that contradicts the weights or is not valid
+COPY_BLOCK = f"copy {BLOCK} from the original checkpoint"
 METHODS = {
     "gptq": gptq_config,
     "awq": awq_config,
@@ -72,7 +74,9 @@ class QuantConfig(ConfigFields):
     def from_dict(cls, block: dict[str, Any]) -> "QuantConfig":
         """Read the block. Raises CheckpointError, naming the key, if it cannot be loaded."""
         if not isinstance(block, dict):
-            raise CheckpointError(BLOCK, f"expected a JSON object, found {type(block).__name__}")
+            raise CheckpointError(
+                BLOCK, f"expected a JSON object, found {type(block).__name__}", COPY_BLOCK
+            )
         method = block.get("quant_method")
         known = WRITTEN | READ_ONLY
         if not isinstance(method, str) or method not in known:
@@ -84,7 +88,8 @@ class QuantConfig(ConfigFields):
                 else f"expected one of {', '.join(known)}, found {method!r:.60}",
                 unread_methods.REMEDY,
             )
-        config = cls(method=method, **known[method].read(block))
+        with default_remedy(COPY_BLOCK):
+            config = cls(method=method, **known[method].read(block))
         check_cost(config.rules, BLOCK)
         return config
 

@@ -121,7 +121,8 @@ class QuantLinear(nn.Module):
         if all(isinstance(t, torch.Tensor) and t.ndim == 2 for t in (codes_NK, scales_NG)):
             if len(scales_NG) != len(codes_NK):
                 found = f"expected [{len(codes_NK)}, groups], found {list(scales_NG.shape)}"
-                raise KernelError("scales", found, f"codes are {list(codes_NK.shape)}")
+                remedy = f"give a row of scales for each row of the codes {list(codes_NK.shape)}"
+                raise KernelError("scales", found, remedy)
             scheme = Scheme.of_scales(scheme, scales_NG.shape[1], codes_NK.shape[1])
         scheme = Scheme.parse(scheme)  # `from_codes` below checks the tensors against it
         packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
@@ -276,7 +277,7 @@ class QuantLinear(nn.Module):
         check_numbers("weight", weight_NK, "a float weight [N, K]")
         packed = self.packed()
         if not isinstance(packed, PackedWeight):
-            raise KernelError("off_grid", f"is for integer codes, not {self.scheme}")
+            raise KernelError("off_grid", f"expected integer codes, found {self.scheme}")
         if packed.input_order is not None:
             weight_NK = weight_NK[:, packed.input_order]
         weight_NK = weight_NK.to(packed.device)

@@ -102,9 +102,11 @@ def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
     if not linears:
         done = sum(isinstance(m, QuantLinear | TrainableQuantLinear) for m in model.modules())
         reason = ": `ignore` fits all of them" if found else " below it"
+        remedy = "ignore fewer names" if found else "pass a module that contains torch.nn.Linear"
         if done:
             reason = f": {done} of its layers are quantized already"
-        raise InputError(type(model).__name__, f"has no torch Linear to replace{reason}")
+            remedy = "load the float model"
+        raise InputError(type(model).__name__, f"has no torch Linear to replace{reason}", remedy)
     return linears
 
 

@@ -247,7 +247,8 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     load_format: str = setting(
         "auto",
-        "dummy: random weights in the shapes that config.json gives",
+        "auto: read the weights from the model's files; dummy: random weights in the shapes that"
+        " config.json gives",
         LOAD_FORMATS,
         aliases=dict.fromkeys(("safetensors", "gguf", "bitsandbytes", "mistral"), "auto"),
     )

@@ -253,7 +253,7 @@ def classes_with(method, *folders):
 def test_caches_are_known_by_their_specs_alone():
     """Only the mixers check the type of a mixer, or compute the size of a cache."""
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
-    caches = set(classes_with("page_tensors", ROOT / "qkernels"))
+    caches = set(classes_with("page_tensors", ROOT / "qkernels", MIXERS))
     assert mixers == {
         *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention"),
         *(
@@ -268,7 +268,10 @@ def test_caches_are_known_by_their_specs_alone():
             "SideBySide",
         ),
     }
-    assert caches == {"IndexedKv", "IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
+    assert caches == {
+        *("PagedKv", "PagedLatents", "StateSlots"),
+        *("CachePair", "CompressedPages", "IndexedPages", "NoCache", "WindowPages"),
+    }
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):
             continue

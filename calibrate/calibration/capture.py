@@ -77,7 +77,7 @@ class HiddenStates:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
             self.states_WSD = _in_file(spill, shape, runner.dtype)
-        values = {**runner.raw_config, **runner.config.to_dict()}  # the usual keys, and defaults
+        values = {**runner.raw_config, **runner.config.to_dict()}  # canonical keys and defaults
         scale = runner.layer_map.family.embedding_factor(values)
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)

@@ -27,7 +27,7 @@ from calibrate.calibration.modules import (
     with_linears,
     with_media_routers,
 )
-from calibrate.calibration.rotary import rotations, with_axes, without_states
+from calibrate.calibration.rotary import rotary_by_theta, with_axes, without_states
 from calibrate.calibration.row_layer import RowLayer
 from calibrate.calibration.vision import (
     Media,
@@ -44,7 +44,7 @@ from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
 # Family.defaults_of -> transformers' class whose rotary embedding RowLayer uses: one for parts of
-# heads, one with a rotation for each kind of layer, and one for latents
+# heads, one with RoPE parameters for each layer type, and one for latents
 ROTARY_CLASSES = {
     **{"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"},
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -84,7 +84,7 @@ class LayerRunner:
             ) from None
         if row.defaults_of == "deepseek_v3":  # its rotary embedding has head_dim channels
             config.head_dim = config.qk_rope_head_dim
-        # Soft caps, sinks, ALiBi and GPT-J's rotation need transformers' "eager" attention.
+        # Soft caps, sinks, ALiBi and GPT-J's RoPE need transformers' "eager" attention.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         plain = row.sinks or row.rotary_dim_key or row.alibi or not model_class._supports_sdpa
         self.eager = capped or bool(plain)
@@ -113,7 +113,7 @@ class LayerRunner:
                 f"transformers rotates all of a head, not {stated} channels",
                 "give --recipe rtn",
             )
-        # Layers of families with a rotary_dim_key compute their rotations themselves.
+        # Layers of families with a rotary_dim_key compute their rotary embeddings themselves.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # In vision-language models the class has another name.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
@@ -123,7 +123,7 @@ class LayerRunner:
                 own = with_axes(config)
             self._rotary = rotary(own).to(device)
             if row.theta_key:
-                self._by_theta = rotations(rotary, config, row.theta_key, device)
+                self._by_theta = rotary_by_theta(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's 16-bit dtype, with float32 statistics.
         table = reader.entries.get(layer_map.embedding)  # None: the embedding is quantized
         stored = (table or reader.entries[layer_map.last_norm]).dtype

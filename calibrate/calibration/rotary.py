@@ -11,7 +11,7 @@ from formats.architecture.family import Family
 def with_axes(config: Any) -> Any:
     """Return the config of ERNIE's rotary embedding, with some number of pairs for each axis.
 
-    The axes of text are equal, so that any numbers give the same rotation.
+    The axes of text are equal, so that any numbers give the same embedding.
     """
     found = copy.deepcopy(config)
     pairs = (
@@ -23,7 +23,7 @@ def with_axes(config: Any) -> Any:
 
 
 def without_states(config: Any, row: Family) -> Any:
-    """Return the config without the kind of layers that have a state, and no rotation."""
+    """Return the config without the type of layers that have a state, which have no RoPE."""
     kinds = getattr(config, "layer_types", None)
     if row.state_mixer is None or kinds is None:
         return config
@@ -32,7 +32,7 @@ def without_states(config: Any, row: Family) -> Any:
     return found
 
 
-def rotations(
+def rotary_by_theta(
     rotary: type[nn.Module], config: Any, key: str, device: str
 ) -> dict[float, nn.Module]:
     """Build the rotary embeddings of a model that lists a theta for each layer, by theta."""

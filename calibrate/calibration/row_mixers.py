@@ -1,7 +1,7 @@
 """Mixers of RowLayer: latent attention, Ling's lightning attention and PLaMo 2's Mamba-2.
 
 Legend: B windows, S tokens of a window, H heads, d head size, N state size of a channel.
-K channels of a key, P of a key's part without rotation, R rotated channels.
+K channels of a key, P of a key's part without RoPE, R with RoPE.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from formats.architecture.rows.latent_parts import norm_of, queries_of
 from formats.errors import InputError
 from formats.numerics.alibi import alibi_slopes, ling_decay_factor
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [1, S, R]
+CosSin = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [1, S, R]
 
 
 def latent_attention(
@@ -24,7 +24,7 @@ def latent_attention(
     family: Family,
     config: Mapping[str, Any],
     x_BSD: torch.Tensor,
-    rotation: Rotation,
+    cos_sin: CosSin,
     mask: torch.Tensor | None,
     cache: Any,
 ) -> torch.Tensor:
@@ -40,9 +40,9 @@ def latent_attention(
     latents = layer.get_submodule(norm_of(family, "kv_lora_rank"))(latents)
     made = layer.get_submodule(family.latent[-1].name)(latents)
     q_BHSK, made_BHSK = (x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (queries, made))
-    turned = rotated_neighbors(q_BHSK[..., P:], *rotation)
-    q_BHSK = torch.cat([q_BHSK[..., :P], turned], -1)
-    key_BHSR = rotated_neighbors(shared[:, None], *rotation).expand(-1, H, -1, -1)
+    rotated = rotated_neighbors(q_BHSK[..., P:], *cos_sin)
+    q_BHSK = torch.cat([q_BHSK[..., :P], rotated], -1)
+    key_BHSR = rotated_neighbors(shared[:, None], *cos_sin).expand(-1, H, -1, -1)
     keys, values = torch.cat([made_BHSK[..., :P], key_BHSR], -1), made_BHSK[..., P:]
     if cache is not None:
         keys, values = cache.update(keys, values, layer.layer)
@@ -59,14 +59,14 @@ def rotated_neighbors(
     left, right = x_BHSR[..., ::2], x_BHSR[..., 1::2]
     half = x_BHSR.shape[-1] // 2
     cos, sin = cos_1SR[:, None, :, :half], sin_1SR[:, None, :, :half]
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return torch.stack(turned, -1).flatten(-2)
+    rotated = [left * cos - right * sin, right * cos + left * sin]
+    return torch.stack(rotated, -1).flatten(-2)
 
 
 def check_lightning(config: Mapping[str, Any], family: Family) -> None:
     """Raise InputError if lightning attention and attention rotate different numbers of channels.
 
-    All layers get one table of rotations.
+    All layers get one rotary table.
     """
     if not config.get("linear_rope", True) or not family.latent:
         return
@@ -75,7 +75,7 @@ def check_lightning(config: Mapping[str, Any], family: Family) -> None:
         raise InputError(
             "config.json qk_rope_head_dim",
             f"lightning attention rotates {rotated} channels of a head, latent attention"
-            f" {config['qk_rope_head_dim']}; calibration computes one rotation",
+            f" {config['qk_rope_head_dim']}; calibration computes one rotary table for both",
             "give --recipe rtn",
         )
 
@@ -85,7 +85,7 @@ def lightning_attention(
     family: Family,
     config: Mapping[str, Any],
     x_BSD: torch.Tensor,
-    rotation: Rotation,
+    cos_sin: CosSin,
 ) -> torch.Tensor:
     """Return lightning attention before its last linear, [B, S, H d]."""
     mixer, H, d = family.state_mixer, config["linear_num_heads"], config["linear_head_dim"]
@@ -97,7 +97,7 @@ def lightning_attention(
     if config.get("use_qk_norm"):
         q, k = (_of_heads(layer, config, x, n) for x, n in ((q, "query"), (k, "key")))
     if config.get("linear_rope", True):
-        q, k = (rotated_halves(x, *rotation) for x in (q, k))
+        q, k = (rotated_halves(x, *cos_sin) for x in (q, k))
     slopes_H = torch.tensor(alibi_slopes(H), device=x_BSD.device)
     rates_H = slopes_H * ling_decay_factor(layer.layer, config["num_hidden_layers"])
     ids_S = torch.arange(x_BSD.shape[1], device=x_BSD.device)
@@ -116,11 +116,11 @@ def mamba_2(
     family: Family,
     config: Mapping[str, Any],
     x_BSD: torch.Tensor,
-    _: Rotation | None,
+    _: CosSin | None,
 ) -> torch.Tensor:
     """Return PLaMo 2's Mamba-2 before its last linear, [B, S, H d]. Heads share B and C."""
     mixer, H, N = family.state_mixer, config["mamba_n_heads"], config["mamba_d_state"]
-    make_controls, make_dt = (layer.get_submodule(each.name) for each in mixer.controls)
+    make_selection, make_dt = (layer.get_submodule(each.name) for each in mixer.selection)
 
     def tensor(name: str) -> torch.Tensor:
         return layer.get_parameter(f"{mixer.module}.{name}")
@@ -131,7 +131,7 @@ def mamba_2(
     taps_I1K = tensor("conv1d.weight")
     padded = functional.pad(x_BSHd.flatten(2).mT, (taps_I1K.shape[-1] - 1, 0))
     x_BSI = functional.silu(functional.conv1d(padded, taps_I1K, groups=len(taps_I1K)).mT)
-    made = make_controls(x_BSI)
+    made = make_selection(x_BSI)
     b_BSN, c_BSN, dt = (
         functional.rms_norm(part, part.shape[-1:], tensor(f"{name}_norm_weight"), eps)
         for eps in (config["rms_norm_eps"],)
@@ -167,7 +167,7 @@ def rotated_halves(
 ) -> torch.Tensor:
     """Rotate the first r channels of each head; channel i forms a pair with i + r/2."""
     width = cos_1Sr.shape[-1]
-    turned, rest = x_BHSd[..., :width], x_BHSd[..., width:]
-    left, right = turned.chunk(2, -1)
+    rotated, rest = x_BHSd[..., :width], x_BHSd[..., width:]
+    left, right = rotated.chunk(2, -1)
     cos, sin = cos_1Sr[:, None], sin_1Sr[:, None]
-    return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, rest], -1)
+    return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)

@@ -218,7 +218,7 @@ class VisionModel:
         self._text = loaded.get_submodule(text)
         self._text.layers = nn.ModuleList()
         loaded.set_input_embeddings(_Zeros(config.get_text_config().hidden_size, dtype))
-        # Without the dtype: the frequencies of rotations stay in float32.
+        # Without the dtype: the frequencies of rotary embeddings stay in float32.
         self._model = loaded.to(device).train(False).requires_grad_(False)
         stated = getattr(config.get_text_config(), "use_bidirectional_attention", None)
         is_stated = stated == "vision"

@@ -54,7 +54,7 @@ def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
     kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
     if kind not in kinds_known:
         raise CheckpointError(
-            f"config.json kind of layer {layer}",
+            f"config.json layer_types[{layer}]",
             f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
         )
     state, attention, dense, experts = (kind == each for each in kinds_known)
@@ -113,7 +113,7 @@ class Indexer:
     count_key: str  # key of config.json: number of keys that a query sees
     # key of config.json: list with "full" for each layer with an indexer; empty: all layers have it
     kinds_key: str = ""
-    interleaved: bool = False  # pairs of the indexer's rotation; attention may differ
+    interleaved: bool = False  # interleaved RoPE in the indexer; attention may differ
 
     def is_in(self, layer: int | None, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has an indexer.

@@ -187,9 +187,9 @@ class Experts:
         return shapes
 
 
-def _count(config: Mapping[str, Any], key: str, usual: int) -> int:
-    """Return a number of layers that config.json states, or `usual`. Raises CheckpointError."""
-    found = config.get(key) or usual
+def _count(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a number of layers that config.json states, or `default`. Raises CheckpointError."""
+    found = config.get(key) or default
     if not isinstance(found, int) or found < 0:
         raise config_error(key, "a whole number of 0 or more", found)
     return found

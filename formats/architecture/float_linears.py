@@ -29,7 +29,7 @@ def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """Return full names of linears that stay in float unless asked for, with the reason."""
     found: dict[str, str] = {}
     mixer = family.state_mixer
-    of_states = () if mixer is None else (mixer.gates, *mixer.controls)
+    of_states = () if mixer is None else (mixer.gates, *mixer.selection)
     for layer in range(config[family.num_layers_key]):
         prefix, blocks = family.layer.format(i=layer), family.blocks(config, layer)
         in_float = of_states if blocks.state else ()

@@ -25,7 +25,7 @@ ROPE_TYPES: dict[str, RopeType] = {
 }
 # prefixes of keys about axes
 _OF_AXES = ("mrope_", "xdrope_")
-# types of a rotation with axes -> types without
+# RoPE type with axes (M-RoPE) -> type without
 _PLAIN = {"mrope": ROPE_DEFAULT, "xdrope": "dynamic"}
 
 

@@ -203,7 +203,7 @@ def _mamba_1_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     )
     return {
         "mamba_channels_in": channels and 2 * channels,  # x, then z
-        "mamba_controls": rank + 2 * state if rank and state else None,  # dt, B and C
+        "mamba_selection": rank + 2 * state if rank and state else None,  # dt, B and C
     }
 
 

@@ -71,7 +71,7 @@ def _unlisted_linear(facts: Facts) -> str:
 
 
 def _renamed_mixtral(facts: Facts, effect: str) -> str:
-    """Say which expert names of Mixtral a server does not know; "" if all are the usual ones."""
+    """Return which expert names of Mixtral a server does not know; "" if it knows all of them."""
     names = facts.renamed
     if names is None or facts.architecture != "MixtralForCausalLM":
         return ""

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
 
 MAX_JSON_BYTES = 25_000_000
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -34,15 +34,19 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
+        ) from None
     except _BeyondFloat32 as error:
         raise CheckpointError(str(path), str(error), "correct the file") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(str(path), f"is not valid JSON: {error}") from None
+        raise CheckpointError(str(path), f"is not valid JSON: {error}", FETCH_AGAIN) from None
     if not isinstance(value, dict):
-        raise CheckpointError(str(path), f"expected a JSON object, found {type(value).__name__}")
+        raise CheckpointError(
+            str(path), f"expected a JSON object, found {type(value).__name__}", FETCH_AGAIN
+        )
     return value
 
 
@@ -68,5 +72,5 @@ def size_of_file(path: Path) -> int:
     """Return the size of a regular file; a pipe or a device could be endless."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(str(path), "cannot be read: is not a file")
+        raise CheckpointError(str(path), "is not a regular file", "replace it with a file")
     return status.st_size

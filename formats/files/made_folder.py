@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, CheckpointError
 
 # content of each file by its name
 Contents = Mapping[str, str | bytes]
@@ -41,7 +41,9 @@ def fingerprint(path: Path) -> list[Any]:
     try:
         status = path.stat()
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
+        ) from None
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from formats.architecture.bare_model import bare_names
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form.entries import usual_entries
+from formats.architecture.stored_form.entries import canonical_entries
 from formats.architecture.stored_form.fused_qkv import rows_of_shards
 from formats.architecture.text_part import has_text_part, text_name
 from formats.architecture.tied_head import settle_head
@@ -93,7 +93,7 @@ class MemoryTensors:
             entries[name] = MemoryTensor(name=name, tensor=tensor.detach())
         if has_text_part(config):
             entries = {own: e for name, e in entries.items() if (own := text_name(name))}
-        entries = usual_entries(config, entries)
+        entries = canonical_entries(config, entries)
         if renamed := bare_names(entries):
             entries = {own: entries[name] for name, own in renamed.items()}
         self.config, entries = settle_head(config, entries)

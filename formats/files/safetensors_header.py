@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
 from formats.files.json_file import parse_int, size_of_file
 from formats.files.padded_shapes import padded_shapes
 from formats.files.tensor_entry import StatedShape, TensorEntry
@@ -74,7 +74,11 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
             if not name.isprintable():  # a lone surrogate or a terminal escape code
                 raise ValueError(f"{name!r:.100} is not a valid tensor name")
             if item["dtype"] not in DTYPES:
-                raise CheckpointError(f"{path}: {name}", f"unknown dtype {item['dtype']!r}")
+                raise CheckpointError(
+                    f"{path}: {name}",
+                    f"expected one of the dtypes {', '.join(DTYPES)}, found {item['dtype']!r:.40}",
+                    "save the tensor in one of them",
+                )
             dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
             begin, end = item["data_offsets"]
             if not all(type(number) is int for number in (*shape, begin, end)):
@@ -86,7 +90,9 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
                 count *= extent
             if min(shape, default=0) < 0 or begin < 0 or end - begin != count * dtype.itemsize:
                 raise CheckpointError(
-                    f"{path}: {name}", f"{end - begin} bytes do not hold {list(shape)} {dtype}"
+                    f"{path}: {name}",
+                    f"{end - begin} bytes do not hold {list(shape)} {dtype}",
+                    FETCH_AGAIN,
                 )
             if 8 + length + end > size:
                 raise CheckpointError(
@@ -123,9 +129,13 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "the checkpoint is incomplete") from None
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
+        ) from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(str(path), f"its safetensors header is damaged: {error}") from None
+        raise CheckpointError(
+            str(path), f"its safetensors header is damaged: {error}", FETCH_AGAIN
+        ) from None
     return entries

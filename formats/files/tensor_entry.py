@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,11 @@ class TensorEntry:
         """
         num_rows = self.shape[0] if self.shape else 0
         if stop > num_rows:
-            raise CheckpointError(self.name, f"expected {stop} rows or more, found {num_rows}")
+            raise CheckpointError(
+                self.name,
+                f"expected {stop} rows or more, found {num_rows}",
+                "copy config.json from the checkpoint that has this tensor",
+            )
         row_bytes = self.num_bytes // max(num_rows, 1)
         data = self.read_bytes(start * row_bytes, stop * row_bytes)
         return data.view(self.dtype).reshape(stop - start, *self.shape[1:])
@@ -68,10 +72,14 @@ class TensorEntry:
                 while done < len(view):
                     count = file.readinto(view[done:])
                     if not count:
-                        raise CheckpointError(str(self.file), f"ends inside {self.name}")
+                        raise CheckpointError(
+                            str(self.file), f"ends inside {self.name}", FETCH_AGAIN
+                        )
                     done += count
         except OSError as error:
-            raise CheckpointError(str(self.file), f"cannot be read: {error.strerror}") from None
+            raise CheckpointError(
+                str(self.file), f"cannot be read: {error.strerror}", CHECK_ACCESS
+            ) from None
         return data
 
 

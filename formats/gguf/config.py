@@ -84,7 +84,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         config[row.value_width] = metadata.size("attention.value_length", config["head_dim"])
     if not row.states_head_dim:
         del config["head_dim"]
-    own = {key: config[usual] for usual, key in family.config_keys.items() if usual in config}
+    own = {key: config[name] for name, key in family.config_keys.items() if name in config}
     return {**config, **own}
 
 
@@ -194,10 +194,10 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
     if not metadata.architecture.is_latent:
         return {}
     rope = metadata.size("rope.dimension_count")
-    usual = metadata.size("embedding_length") // num_heads(metadata) or 1
+    default = metadata.size("embedding_length") // num_heads(metadata) or 1
     keys, values = (
         metadata.size(
-            f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length", usual)
+            f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length", default)
         )
         for name in ("key", "value")
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, CheckpointError
 from formats.files.model_path import SPLIT_NAME
 from formats.gguf.block_types import BlockType, find_type
 
@@ -131,7 +131,9 @@ def _read_part(path: Path) -> GgufFile:
         with path.open("rb") as file:
             return _Header(file, path).read()
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
+        ) from None
     except MemoryError:
         raise CheckpointError(str(path), "its header does not fit into memory", REMEDY) from None
 

@@ -15,7 +15,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.files.made_folder import fingerprint, made_folder
 from formats.files.model_path import INDEX, stem
-from formats.gguf.architectures.held import Order
+from formats.gguf.architectures.converted import Order
 from formats.gguf.block_types import BY_NAME, find_type
 from formats.gguf.config import (
     find_family,
@@ -56,7 +56,7 @@ def folder_of_file(file: Path) -> Path:
 
 def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     """Return the text of each file of the folder. Raises CheckpointError."""
-    from formats.architecture.stored_form.config import usual_config
+    from formats.architecture.stored_form.config import canonical_config
     from formats.codecs.config_fields import BLOCK
     from formats.gguf import config_block
     from formats.gguf.entries import schemes_of
@@ -66,7 +66,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     config = make_config(metadata)
     found = _name_map(metadata, config).present(gguf.tensors, str(file))
     family = find_family(metadata)
-    unread = family.unread(usual_config(config))  # tensors that the model does not use
+    unread = family.unread(canonical_config(config))  # tensors that the model does not use
     found = {name: each for name, each in found.items() if not name.startswith(unread)}
     schemes = schemes_of(found, family)
     types = Counter(found[f"{name}.weight"].stored.type.name for name in schemes)

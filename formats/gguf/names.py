@@ -14,7 +14,7 @@ from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.held import Held, Order, family_shape, order_of
+from formats.gguf.architectures.converted import ConvertedTensor, Order, family_shape, order_of
 from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.container import StoredTensor
 from formats.gguf.rope import LONG, SHORT
@@ -44,7 +44,7 @@ class Presented:
     heads: int = 0
     kv_heads: int = 0
     offset: float = 0.0  # stored values minus the family's values
-    # orders of rows and columns in recurrent layers (architectures/held.py)
+    # orders of rows and columns in recurrent layers (architectures/converted.py)
     rows: Order | None = None
     columns: Order | None = None
     exponent: bool = False  # stored values are -exp(the family's values)
@@ -138,30 +138,32 @@ class NameMap:
         if local in ("attn_rot_embd", "rope_freqs"):
             return
         layer, full = self.family.layer.format(i=number), stored.name.partition(f".{number}.")[2]
-        held = self.architecture.tensors.get(full)
-        if isinstance(held, Held):
-            below = tensors.get(f"blk.{number}.{held.below}") if held.below else None
-            yield self._held(stored, below, layer, held, subject)
-        elif isinstance(held, str):
-            yield self._whole(stored, f"{layer}.{held}")
+        target = self.architecture.tensors.get(full)
+        if isinstance(target, ConvertedTensor):
+            below = tensors.get(f"blk.{number}.{target.below}") if target.below else None
+            yield self._converted(stored, below, layer, target, subject)
+        elif isinstance(target, str):
+            yield self._whole(stored, f"{layer}.{target}")
         elif full not in self._below:
             yield from self._in_layer(stored, number, local, kind, subject)
 
-    def _held(
+    def _converted(
         self,
         stored: StoredTensor,
         below: StoredTensor | None,
         layer: str,
-        held: Held,
+        converted: ConvertedTensor,
         subject: str,
     ) -> Presented:
         """Return a tensor that files store in another form than the family."""
-        shape = family_shape(held.shape, stored.shape)
-        fits = shape is not None and (below is None) == (not held.below)
+        shape = family_shape(converted.shape, stored.shape)
+        fits = shape is not None and (below is None) == (not converted.below)
         if fits and below is not None:
             fits = below.shape[1:] == stored.shape[1:] and len(stored.shape) == 2
             shape = (stored.shape[0] + below.shape[0], *stored.shape[1:])
-        rows, columns = (order_of(name, self.config) for name in (held.rows, held.columns))
+        rows, columns = (
+            order_of(name, self.config) for name in (converted.rows, converted.columns)
+        )
         for order, size in ((rows, shape and shape[0]), (columns, shape and shape[-1])):
             fits = fits and (order is None or order.count == size)
         if not fits:
@@ -172,12 +174,12 @@ class NameMap:
                 "convert the model again",
             )
         return Presented(
-            name=f"{layer}.{held.name}",
+            name=f"{layer}.{converted.name}",
             stored=stored,
             shape=shape,
             rows=rows,
             columns=columns,
-            exponent=held.exponent,
+            exponent=converted.exponent,
             below=below,
         )
 
@@ -270,8 +272,8 @@ class NameMap:
     @property
     def _below(self) -> frozenset[str]:
         """Names of stored tensors whose rows belong to another tensor of the family."""
-        held = self.architecture.tensors.values()
-        return frozenset(each.below for each in held if isinstance(each, Held))
+        targets = self.architecture.tensors.values()
+        return frozenset(each.below for each in targets if isinstance(each, ConvertedTensor))
 
     @property
     def _outer_names(self) -> dict[str, str]:
@@ -386,14 +388,14 @@ def linear_names(
     """
     if architecture is None:
         return _default_linears(family)
-    held = {
+    converted = {
         each.name.removesuffix(".weight")
         for each in architecture.tensors.values()
-        if isinstance(each, Held)
+        if isinstance(each, ConvertedTensor)
     }
     names = {**_default_linears(family), **architecture.linears}
     names |= architecture.state_linears if has_state else {}
-    return {theirs: ours for theirs, ours in names.items() if ours not in held}
+    return {theirs: ours for theirs, ours in names.items() if ours not in converted}
 
 
 def _default_linears(family: Family) -> dict[str, str]:

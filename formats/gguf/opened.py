@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.codecs.config_fields import BLOCK
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
@@ -38,7 +38,7 @@ def open_gguf(
     `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json. `in_blocks`
     False: types that otherwise stay in blocks (KWeight) become floats.
     """
-    index, config = read_index(folder), usual_config(dict(config))
+    index, config = read_index(folder), canonical_config(dict(config))
     family = FAMILIES[config["architectures"][0]].variant(config)
     schemes = schemes_of(index.presented, family)
     on_codes = [

@@ -1,11 +1,11 @@
 """Convert rows and columns of recurrent layers between a file's and the family's order.
 
-held.Order describes the order of a file.
+converted.Order describes the order of a file.
 """
 
 import torch
 
-from formats.gguf.architectures.held import Order
+from formats.gguf.architectures.converted import Order
 
 
 def from_file(rows: torch.Tensor, order: Order | None, dim: int = 0) -> torch.Tensor:

@@ -18,8 +18,8 @@ from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import find_draft_layers
-from formats.architecture.stored_form.config import usual_config
-from formats.architecture.stored_form.entries import usual_entries
+from formats.architecture.stored_form.config import canonical_config
+from formats.architecture.stored_form.entries import canonical_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
 from formats.checkpoint import CONFIG, read_json
@@ -65,7 +65,7 @@ from formats.mistral.verdicts import verdicts_of_format
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
 from formats.quality.record import Quality, read_quality
-from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
+from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block, second_file
 from formats.rules import LAYER_NUMBER, natural_key
 
 
@@ -85,7 +85,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         findings.caught(error)
     whole = _architecture(config)
     shards = read_shards(folder, findings)
-    config, stacks, renamed = _in_usual_form(folder, config, shards, findings)
+    config, stacks, renamed = _in_canonical_form(folder, config, shards, findings)
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
@@ -158,22 +158,22 @@ def _verdicts(folder: Path, facts: Facts) -> tuple[Verdict, ...]:
     return (*found, verdict_of_folder(folder)) if gguf_name(folder) else found
 
 
-def _in_usual_form(
+def _in_canonical_form(
     folder: Path, config: dict[str, Any], shards: Shards, findings: Findings
 ) -> tuple[dict[str, Any], dict[str, torch.dtype], dict[str, str]]:
-    """Bring the entries of `shards` into the usual form and names of the text model.
+    """Bring the entries of `shards` into the canonical form and names of the text model.
 
-    Return the config in the usual form, the dtypes of stored stacks of experts by name, and the
-    usual names by stored name ({}: they are the stored names).
+    Return the config in the canonical form, the dtypes of stored stacks of experts by name, and the
+    canonical names by stored name ({}: they are the stored names).
     """
     if has_text_part(config):
         shards.keep_text_part()
         config = text_config(config, shards.entries)
-    config = usual_config(config)
+    config = canonical_config(config)
     stacks = coded_stacks(config, shards.entries)
     try:
-        if not gguf_name(folder):  # tensors of a GGUF file are already in the usual form
-            shards.entries = usual_entries(config, shards.entries)
+        if not gguf_name(folder):  # tensors of a GGUF file are already in canonical form
+            shards.entries = canonical_entries(config, shards.entries)
     except CheckpointError as error:
         findings.caught(error)
     bare = bare_names(shards.entries)
@@ -317,7 +317,7 @@ def _quantized_linear(
         findings.caught(error)
         return None
     if scheme is None:
-        findings.error(name, why_no_scheme(name, quant))
+        findings.error(name, why_no_scheme(name, quant), COPY_BLOCK)
         return None
     if quant.layout == "gptq":
         return gptq_linear(name, shards, scheme, quant.zeros, findings)

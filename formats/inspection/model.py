@@ -177,7 +177,7 @@ def check_shapes(
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
     """Return a function from a tensor's full name to its shape, also for optional biases."""
 
-    # key: kind of the layer, and whether it has a recurrent state
+    # key: type of the layer, and whether it has a recurrent state
     tables: dict[tuple[LayerKind, bool], dict[str, Shape]] = {}
 
     def find(name: str) -> Shape | None:

@@ -59,7 +59,7 @@ MERGE = "patch_merge"  # mm_projector_id of towers whose neighboring patches are
 _UNSUPPORTED = {
     "multimodal": "speech or an older form of images",
     "use_biases": "biases",
-    "lerope": "rotations with learned frequencies",
+    "lerope": "rotary embeddings with learned frequencies",
 }
 
 
@@ -141,7 +141,7 @@ def _text_config(params: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool(params.get("tied_embeddings", False)),
         "max_position_embeddings": _length(params),
         "attention_bias": False,
-        "rope_parameters": _rotation(params),
+        "rope_parameters": _rope_parameters(params),
     }
     if architecture == LATENT:
         return found | _latent(params)
@@ -193,7 +193,7 @@ def _plain_mixture(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rotation(params: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope_parameters."""
     found: dict[str, Any] = {
         "rope_type": "default",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, CheckpointError
 from formats.files.json_file import size_of_file
 
 MAX_BYTES = 2**26
@@ -34,7 +34,9 @@ def read_pieces(path: Path) -> list[Piece]:
             raise CheckpointError(str(path), f"has {size} bytes, more than {MAX_BYTES}", REMEDY)
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
+        ) from None
     try:
         found = [_piece(value) for field, value in _fields(data) if field == 1]
     except (IndexError, ValueError, struct.error, TypeError):

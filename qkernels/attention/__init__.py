@@ -1,0 +1,1 @@
+"""Paged attention, RoPE and the writing of keys and values."""

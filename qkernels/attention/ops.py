@@ -1,4 +1,4 @@
-"""Rotation, KV writes and paged attention: each checks its arguments, then runs a kernel.
+"""Rotary embedding, KV writes and paged attention: each checks its arguments, then runs a kernel.
 
 Legend: see qkernels/ops.py.
 """

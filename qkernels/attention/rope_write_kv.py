@@ -49,7 +49,7 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
-    """Implement ops.rope_write_kv_. If `q_THD` is None, k and v are written without rotation."""
+    """Implement ops.rope_write_kv_. If `q_THD` is None, k and v are written without RoPE."""
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
     q_out = None
@@ -123,7 +123,7 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _rope_write_kv(
-    q_ptr,  # [T, H, D], or split-K partial sums of it (split_k_triton.py); None: no rotation
+    q_ptr,  # [T, H, D], or split-K partial sums of it (split_k_triton.py); None: no RoPE
     k_ptr,  # [T, J, D], likewise
     v_ptr,  # [T, J, D], likewise
     stride_part,  # between the splits of q, k and v

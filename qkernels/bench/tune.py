@@ -207,7 +207,8 @@ def tune(
         tuning_table.write(table, path)
         done += 1
     if not done and untuned:
-        raise KernelError(f"--tune {untuned[0]}", "runs a kernel that has nothing to tune")
+        problem = "runs a kernel that has nothing to tune"
+        raise KernelError(f"--tune {untuned[0]}", problem, "choose another --op, --shape or --m")
     if not done:
         raise KernelError("--tune", "nothing was measured", "raise --tune-seconds")
     return path

@@ -1,0 +1,1 @@
+"""All-reduce between GPUs that read each other's memory."""

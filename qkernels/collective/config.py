@@ -8,7 +8,7 @@ from typing import Literal
 
 from qkernels.gpu.config import ceil_div, power_of_two
 
-Way = Literal["one_shot", "two_shot"]
+Algorithm = Literal["one_shot", "two_shot"]
 
 MAX_RANKS = 8
 # Bytes of a tile of a flat message: 16 for each of 512 threads. One block processes a tile, and
@@ -54,7 +54,7 @@ def limits(ranks: int) -> Limits:
     return next(found for most, found in LIMITS.items() if ranks <= most)
 
 
-def way(message_bytes: int, of: Limits) -> Way | None:
+def algorithm_for(message_bytes: int, of: Limits) -> Algorithm | None:
     """Return the algorithm for a message of so many bytes; None: not by this package."""
     if message_bytes <= of.one_shot:
         return "one_shot"

@@ -9,7 +9,7 @@ import torch
 
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.collective.channels import Peers
-from qkernels.collective.config import Way, way
+from qkernels.collective.config import Algorithm, algorithm_for
 from qkernels.errors import KernelError
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.forms import InputForm, LinearInput
@@ -18,9 +18,9 @@ from qkernels.rowwise.ops import check_norm_spec, norm
 from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 
 
-def way_to_reduce(x: LinearOutput, peers: Peers) -> Way | None:
+def all_reduce_algorithm(x: LinearOutput, peers: Peers) -> Algorithm | None:
     """Return the algorithm of all_reduce for x; None: x is too large for the peers' buffers."""
-    return way(_message_bytes(x), peers.layout.limits)
+    return algorithm_for(_message_bytes(x), peers.layout.limits)
 
 
 def _message_bytes(x: LinearOutput) -> int:
@@ -28,14 +28,14 @@ def _message_bytes(x: LinearOutput) -> int:
     return x.shape.numel() * item
 
 
-def all_reduce(x: LinearOutput, peers: Peers, how: Way | None = None) -> torch.Tensor:
+def all_reduce(x: LinearOutput, peers: Peers, how: Algorithm | None = None) -> torch.Tensor:
     """Return a new tensor: the sum of x over all ranks, added in float32 in rank order.
 
     `how` overrides the choice by size.
     """
     check_float("all_reduce x", x, parts=True)
     limits = peers.layout.limits
-    how = how or way_to_reduce(x, peers)
+    how = how or all_reduce_algorithm(x, peers)
     most = limits.one_shot if how == "one_shot" else limits.two_shot
     if how is None or _message_bytes(x) > most:
         found = f"{_message_bytes(x)} of {list(x.shape)}"
@@ -46,7 +46,7 @@ def all_reduce(x: LinearOutput, peers: Peers, how: Way | None = None) -> torch.T
     return _all_reduce(x, peers, how)
 
 
-def _all_reduce(x: torch.Tensor, peers: Peers, how: Way) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, peers: Peers, how: Algorithm) -> torch.Tensor:
     from qkernels.collective import one_shot, two_shot  # imports triton
 
     return (one_shot if how == "one_shot" else two_shot).all_reduce(x, peers)

@@ -22,7 +22,7 @@ import triton.language as tl
 from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net.config import ChunkConfig
 from qkernels.delta_net.reference import L2_EPS
-from qkernels.delta_net.triton_gates import decay_log, write_share
+from qkernels.delta_net.triton_gates import decay_log, write_strength
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch
 from qkernels.gpu.row_blocks import request_of
@@ -183,7 +183,7 @@ def _chunk_systems(
         a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
         # rows after the end leave the state unchanged
-        beta = tl.where(in_t, write_share(b, WRITE_FACTOR), 0.0)
+        beta = tl.where(in_t, write_strength(b, WRITE_FACTOR), 0.0)
         decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
         decay = tl.where(in_t, decay, 0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)

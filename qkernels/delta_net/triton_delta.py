@@ -14,7 +14,7 @@ from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net.config import chunk_config, step_config
 from qkernels.delta_net.reference import L2_EPS
 from qkernels.delta_net.triton_chunks import run_chunks_
-from qkernels.delta_net.triton_gates import decay_log, write_share
+from qkernels.delta_net.triton_gates import decay_log, write_strength
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import arch
 from qkernels.gpu.launch import launch, on_device
@@ -111,7 +111,7 @@ def updated(
         state *= left[:, None]
     else:
         state *= left
-    written = write_share(b, WRITE_FACTOR) * (value - tl.sum(key[:, None] * state, 0))
+    written = write_strength(b, WRITE_FACTOR) * (value - tl.sum(key[:, None] * state, 0))
     return state + key[:, None] * written[None, :]
 
 

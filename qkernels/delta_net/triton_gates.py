@@ -26,10 +26,10 @@ def decay_log(a, a_log, dt_bias, BOUND: tl.constexpr = 0.0):
 
 
 @triton.jit
-def write_share(b, FACTOR: tl.constexpr = 1.0):
+def write_strength(b, FACTOR: tl.constexpr = 1.0):
     """Return FACTOR sigmoid(b), the factor of what a token writes into the state."""
-    share = 1.0 / (1.0 + tl.exp(-b))
+    strength = 1.0 / (1.0 + tl.exp(-b))
     if FACTOR == 1.0:
-        return share
+        return strength
     else:
-        return FACTOR * share
+        return FACTOR * strength

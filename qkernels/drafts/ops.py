@@ -121,7 +121,8 @@ def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
     check_tensor(f"{what} tokens of tables", tables.tokens_NK1, (N, None), INT64, like)
     if chunks.max_sampled > tables.tokens_NK1.shape[1]:
         found = f"found {chunks.max_sampled} rows that sample"
-        raise KernelError(what, f"expected {tables.tokens_NK1.shape[1]} or fewer, {found}")
+        width = tables.tokens_NK1.shape[1]
+        raise KernelError(f"{what} max_sampled", f"expected {width} or fewer, {found}")
 
 
 def _run(operation: dispatch.Operation, chunks: DraftChunks, kernel: str | None):

@@ -5,7 +5,7 @@
     H  query heads          R  numbers of its rotated key
     P  pages                B  tokens of a page
 
-In expanded attention: N rows, P numbers of a query without rotation, V numbers of a value.
+In expanded attention: N rows, P numbers of a query without RoPE, V numbers of a value.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Write latents to their pages after norm and rotation, optionally in 8 bits, in Triton.
+"""Write latents to their pages after norm and RoPE, optionally in 8 bits, in Triton.
 
 Values are rounded at the same points as in reference.py. Legend: see latent/ops.py.
 """

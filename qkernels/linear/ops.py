@@ -184,7 +184,9 @@ def _linear_into(
     M, _ = expect_ndim("linear x", x_MK, 2)
     check_tensor("linear out", out_MN, (M, weight.out_features), (weight.dtype,), x_MK)
     if not out_MN.is_contiguous():
-        raise KernelError("linear out", "expected a contiguous tensor")
+        raise KernelError(
+            "linear out", f"expected a contiguous tensor, found strides {out_MN.stride()}"
+        )
     plan = plan or plan_linear(weight, M, fused=False)
     x = x if isinstance(x, Codes) else _as_operand(x, plan)
     if hasattr(module, "run_into"):
@@ -203,7 +205,9 @@ def _adapted(
     """Run `linear` on x [M, K], M >= 1, with a kernel that also adds the LoRA term."""
     if plan is None or not plan.adds_adapters:
         raise KernelError(
-            "linear term", "expected a plan that adds adapters", "call lora_expand_ afterwards"
+            "linear term",
+            f"expected a plan whose kernel adds adapters, found {plan and plan.variant}",
+            "call lora_expand_ after the linear",
         )
     if isinstance(x, Limbs):
         check_limbs_of(x, weight, bias)
@@ -258,8 +262,11 @@ def check_codes(
 ) -> None:
     """Raise KernelError unless the weight takes codes [M, K] with one scale per row."""
     if weight.activation is None or weight.activation.per == "group":
+        found = "float inputs" if weight.activation is None else "a scale per group"
         raise KernelError(
-            "linear_codes weight", "expected one that takes 8-bit inputs with a scale per row"
+            "linear_codes weight",
+            f"expected one that takes 8-bit inputs with a scale per row, found {found}",
+            "call linear with x as a tensor",
         )
     wanted = CODE_DTYPES[weight.activation.type]
     check_tensor("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)

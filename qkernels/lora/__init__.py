@@ -1,0 +1,1 @@
+"""LoRA terms of the rows of a batch, each with its own adapter."""

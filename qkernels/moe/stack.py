@@ -224,6 +224,10 @@ def _ordered(matrix: ExpertMatrix, order: torch.Tensor | None) -> ExpertMatrix:
 def _with_scales_of_rows(weight: Fp8Weight) -> Fp8Weight:
     rows, inputs = block_size(weight.spec, *weight.codes_NK.shape)
     if inputs not in (weight.in_features, SCALE_INPUTS):
-        raise CheckpointError("experts", f"expected a scale for 128 inputs, found one for {inputs}")
+        raise CheckpointError(
+            "FP8 experts",
+            f"expected a scale for {SCALE_INPUTS} inputs or for all, found one for {inputs}",
+            "quantize the float model with the scheme w8a8-fp8-block",
+        )
     scales_NC = weight.scales_RC.repeat_interleave(rows, 0)[: weight.out_features]
     return replace(weight, scales_RC=scales_NC, spec=replace(weight.spec, rows=1))

@@ -47,4 +47,8 @@ def _url(process: subprocess.Popen, log: Path, model: str) -> str:
             return found[1]
         time.sleep(0.1)
     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-    raise InputError(model, f"the server did not start: {last or 'no output'}")
+    raise InputError(
+        model,
+        f"the server did not start: {last or 'no output'}",
+        "start it with `qserve serve` to see its log",
+    )

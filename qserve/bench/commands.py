@@ -114,7 +114,7 @@ BENCH_COMMANDS: dict[str, Command] = {
     ),
     "quantize": Command(
         help="measure the quantization of a few layers of a model's shape with random weights,"
-        " and estimate that of all",
+        " and estimate the time for all layers",
         settings=(QuantizeBenchSettings,),
         run=_quantize,
         argument=None,

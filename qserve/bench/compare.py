@@ -27,7 +27,9 @@ def bench_compare(a: str, settings: CompareSettings) -> int:
     before, after = dict(_numbers(first)), dict(_numbers(second))
     shared = [key for key in before if key in after]
     if not shared:
-        raise InputError(settings.b, f"shares no number with {a}")
+        raise InputError(
+            settings.b, f"shares no number with {a}", "give two results of the same command"
+        )
     print(f"{'':<44}{'A':>14}{'B':>14}{'B / A':>9}")
     for key in shared:
         ratio = f"{after[key] / before[key]:.3f}" if before[key] else "-"

@@ -98,7 +98,9 @@ class QuantizeConfig(HubSettings):
         "for mixtures of experts: every expert collects statistics of all tokens, not only of "
         "those routed to it; slower",
     )
-    seed: int = setting(0, "seed for the order of the texts, and for rotations")
+    seed: int = setting(
+        0, "seed for the order of the texts, and for the rotations of --recipe rotate"
+    )
     bos: bool = bos_setting()
     eval_text: str | None = eval_text_setting()
     quality_windows: int = setting(

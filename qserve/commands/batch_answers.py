@@ -37,7 +37,9 @@ class BatchAnswers:
                 "wait for that run, or stop it",
             ) from error
         except OSError as error:
-            raise InputError(str(target), f"cannot be written: {one_line(error)}") from error
+            raise InputError(
+                str(target), f"cannot be written: {one_line(error)}", "choose another file"
+            ) from error
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append an answer, which then survives a crash of this process. Raises InputError."""

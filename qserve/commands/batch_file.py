@@ -52,7 +52,9 @@ def read_batch(path: Path) -> tuple[bytes, list[BatchRequest | InvalidLine]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(str(path), f"cannot be read: {one_line(error)}") from error
+        raise InputError(
+            str(path), f"cannot be read: {one_line(error)}", "check the path given with -i"
+        ) from error
     return content, list(_lines(content))
 
 

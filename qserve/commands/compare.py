@@ -94,7 +94,9 @@ def compare_models(
     quantized_TV = llm.logits(token_ids).float().cpu()
     text_TV = None if window_S is None else llm.logits(window_S.tolist())
     if not torch.isfinite(quantized_TV).all():
-        raise InputError(str(quantized), "its logits contain NaN or infinity")
+        raise InputError(
+            str(quantized), "its logits contain NaN or infinity", "quantize the model again"
+        )
     del llm
     llm = load(reference)
     if llm.engine.model_config.vocab_size != vocabulary:

@@ -73,7 +73,11 @@ def application(
 ) -> Application:
     """Build the gateway and the replicas. Raises InputError for a folder without a model."""
     if server.enable_admin_routes:  # a request would reach one of several engines
-        raise InputError("--enable-admin-routes", "is not available with --backend ray")
+        raise InputError(
+            "--enable-admin-routes",
+            "is not available with --backend ray",
+            "remove the flag, or remove --backend ray",
+        )
     first = server.model_names(engine.model)[0]
     # All nodes need the files at the same paths: in a shared folder, or in a cache on each node.
     engine = local_config(engine)
@@ -155,7 +159,9 @@ def serve_on_ray(
     """Serve until SIGINT or SIGTERM. Raises InputError if the service cannot start."""
     for name in NOT_WITH_RAY:
         if getattr(server, name) is not None:
-            raise InputError(f"--{name}", "is not available with --backend ray")
+            raise InputError(
+                f"--{name}", "is not available with --backend ray", "remove one of the two flags"
+            )
     port = server.port or _free_port(server.host)
     try:
         # No dashboard: everyone who can reach it can run code.

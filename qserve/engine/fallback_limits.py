@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.checkpoint import CONFIG, read_json
 from formats.files.model_path import model_folder
 from qserve.config import EngineConfig
@@ -60,5 +60,5 @@ def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
         other = f"{model.family.architecture}, which runs through transformers"
         check_limits(LIMITS, config, other)
         if config.tensor_parallel_size > 1:
-            raw = usual_config(read_json(Path(model_folder(config.model)) / CONFIG))
+            raw = canonical_config(read_json(Path(model_folder(config.model)) / CONFIG))
             check_division(raw, model.family.architecture, config.tensor_parallel_size)

@@ -52,6 +52,7 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
         raise InputError(
             "--max-model-len",
             f"expected 2 to {longest} (config.json: {source}), found {length}",
+            "use a value in this range, or leave the flag out",
         )
     return length
 

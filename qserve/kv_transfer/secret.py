@@ -18,7 +18,11 @@ def read_secret(path: object) -> bytes:
     try:
         secret = Path(path).read_bytes().strip()
     except (OSError, TypeError) as error:
-        raise InputError(f"{FLAG} secret_file", f"cannot be read: {one_line(error)}") from error
+        raise InputError(
+            f"{FLAG} secret_file",
+            f"cannot be read: {one_line(error)}",
+            "name a file of 16 to 64 bytes that all engines may read",
+        ) from error
     if not 16 <= len(secret) <= MAX_SECRET_BYTES:
         raise InputError(
             f"{FLAG} secret_file", f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}"

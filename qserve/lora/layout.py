@@ -98,7 +98,9 @@ class AdapterLayout:
                     ranks[number, s], scales[number, s] = pair.rank, pair.scale
                 column += size
         if not pieces.isfinite().all():
-            raise CheckpointError(adapter.folder, f"holds values outside {dtype}", "use bfloat16")
+            raise CheckpointError(
+                adapter.folder, f"has values beyond the range of {dtype}", "use --dtype bfloat16"
+            )
         return PackedAdapter(pieces=pieces, ranks=ranks, scales=scales)
 
 

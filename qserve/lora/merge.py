@@ -95,7 +95,11 @@ def _merged(name: str, weight: torch.Tensor, pair: LoraPair) -> tuple[torch.Tens
     total = weight.float() + delta
     rounded = total.to(weight.dtype)
     if not rounded.isfinite().all():
-        raise CheckpointError(name, f"overflows {weight.dtype} with the adapter")
+        raise CheckpointError(
+            name,
+            f"exceeds the range of {weight.dtype} when the adapter is added",
+            "check the adapter's weights and its lora_alpha",
+        )
     lost = rounded.float() - total
     squares = [each.double().square().sum() for each in (weight, delta, lost)]
     return rounded, torch.stack(squares)

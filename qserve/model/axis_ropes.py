@@ -3,7 +3,7 @@
 Each pair of channels is rotated by the position on one axis. In Hunyuan's models both channels of a
 pair may have different axes: a step's table has two parts of D columns, one for the first halves of
 heads and one for the second. Each step gets a rotary table with one
-row per row of the step; the rotation kernel reads it with the row number as the position.
+row per row of the step; the rotary kernel reads it with the row number as the position.
 
 A: axes. T: rows of the step. D: rotated channels.
 """

@@ -14,7 +14,7 @@ from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_eps, check_factors, check_heads
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.architecture.text_part import HEAD_WEIGHT, OUTPUT_WINDOW, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
@@ -35,6 +35,7 @@ from qserve.multimodal.families import VisionConfig
 # Limit for a wrong config.json, since tables of this width are made before tensors are read. The
 # largest known head size is 576.
 MAX_HEAD_DIM = 4096
+COPY_CONFIG = "copy config.json from the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,9 @@ class ModelConfig:
         folder = model_folder(folder)
         raw = read_json(folder / CONFIG)
         # Only the tensors show whether there is a head, and whether it is the embedding.
-        may_lack_head = is_headless(usual_config(raw)) or (Path(folder) / "modules.json").exists()
+        may_lack_head = (
+            is_headless(canonical_config(raw)) or (Path(folder) / "modules.json").exists()
+        )
         has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX, MISTRAL_INDEX))
         vision = None
         if has_text_part(raw) and not has_tensors:  # a folder without weights: dummy weights
@@ -170,7 +173,7 @@ class ModelConfig:
             reader = CheckpointReader(folder)
             raw = reader.config
             vision = VisionConfig.of(reader.whole_config) if reader.other_parts else None
-        raw = usual_config(raw)
+        raw = canonical_config(raw)
         check_counts(raw)
         block = find_block(Path(folder), raw)
         if support.is_chosen(raw, implementation):
@@ -193,10 +196,10 @@ class ModelConfig:
         try:
             # The block is removed: otherwise transformers looks for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = SimpleNamespace(**usual_config(filled_config(plain, family.defaults_of)))
+            config = SimpleNamespace(**canonical_config(filled_config(plain, family.defaults_of)))
         except Exception as error:  # config classes do not document their exceptions
             problem = f"transformers rejects it: {one_line(error)}"
-            raise InputError(f"{folder}/{CONFIG}", problem) from None
+            raise InputError(f"{folder}/{CONFIG}", problem, COPY_CONFIG) from None
         try:
             quant = QuantConfig.from_dict(block) if block else None
             if quant is not None:
@@ -214,7 +217,7 @@ class ModelConfig:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"cannot be used: {type(error).__name__}: {one_line(error)}"
-            raise InputError(f"{folder}/{CONFIG}", problem) from None
+            raise InputError(f"{folder}/{CONFIG}", problem, COPY_CONFIG) from None
 
     @classmethod
     def _from_config(
@@ -234,6 +237,7 @@ class ModelConfig:
             raise InputError(
                 f"config.json {family.activation_key}",
                 f"expected {' or '.join(map(repr, family.activations))}, found {activation!r}",
+                COPY_CONFIG,
             )
         head_dim = getattr(config, "v_head_dim" if family.latent else "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads

@@ -89,17 +89,17 @@ def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, fl
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, InputError):
             raise
-        raise _no_rotation(rope, f"{type(error).__name__}: {one_line(error)}") from None
+        raise _invalid_rope(rope, f"{type(error).__name__}: {one_line(error)}") from None
     if not (frequencies.isfinite().all() and math.isfinite(scale)):
-        raise _no_rotation(rope, "found angles that are not finite")
+        raise _invalid_rope(rope, "found angles that are not finite")
     return -frequencies if rope.is_reversed else frequencies, scale
 
 
-def _no_rotation(rope: RopeConfig, problem: str) -> InputError:
+def _invalid_rope(rope: RopeConfig, problem: str) -> InputError:
     stated = {name: rope.parameters[name] for name in sorted(rope.parameters)}
     return InputError(
         "config.json rope_parameters",
-        f"{stated!r:.300} give no valid rotation: {problem}",
+        f"{stated!r:.300} give no valid rotary embedding: {problem}",
         "copy config.json from the float model",
     )
 

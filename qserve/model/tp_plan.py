@@ -68,7 +68,7 @@ class LinearShard:
 WHOLE = LinearShard()
 LOCAL: HeadsKind = "local"
 KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
-# Size name that counts heads or their channels -> (kind of layers, True for KV heads).
+# Size name that counts heads or their channels -> (layer type, True for KV heads).
 HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
     **dict.fromkeys(("q", "latent_q", "latent_kv", "num_attention_heads"), (LOCAL, False)),
     **dict.fromkeys(("kv", "num_key_value_heads", "block_index_q"), (LOCAL, True)),
@@ -409,7 +409,7 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
 
 
 def _head_shards(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShard, ...]]:
-    """Return the heads of all ranks, for each kind of layers; {}: no layer has attention."""
+    """Return the heads of all ranks, for each layer type; {}: no layer has attention."""
     family, values, sizes = config.family, config.values, config.sizes
     layers: dict[HeadsKind, list[int]] = {}
     for number in range(config.num_layers if config.has_attention else 0):

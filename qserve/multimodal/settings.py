@@ -125,7 +125,11 @@ class MediaSettings:
         """The parsed settings. Raises InputError."""
         folder = self.allowed_local_media_path
         if folder is not None and not Path(folder).is_dir():
-            raise InputError("--allowed-local-media-path", f"{folder} is not a folder")
+            raise InputError(
+                "--allowed-local-media-path",
+                f"{folder} is not a folder",
+                "create it, or name another folder",
+            )
         counts = _counts(self.limit_mm_per_prompt)
         return MediaLimits(
             hosts=tuple(map(AllowedHost.parse, self.allowed_media_domains)),

@@ -323,6 +323,8 @@ def _copy_(state: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor, s
         )
     if tensor.shape != state[name].shape:
         raise CheckpointError(
-            stored, f"expected {list(state[name].shape)}, found {list(tensor.shape)}"
+            stored,
+            f"expected {list(state[name].shape)} from config.json, found {list(tensor.shape)}",
+            "copy config.json from the original model",
         )
     state[name].copy_(tensor)

@@ -167,7 +167,11 @@ def _store(address: str, rank: int, size: int) -> dist.Store:
     try:
         return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=TIMEOUT)
     except RuntimeError as error:
-        raise InputError(FLAG, f"{address} cannot be reached: {error!s:.200}") from error
+        raise InputError(
+            FLAG,
+            f"{address} cannot be reached: {error!s:.200}",
+            "start all engines with the same address, one of this network",
+        ) from error
 
 
 def leave(exchange: ExpertExchange | None) -> None:

@@ -45,11 +45,12 @@ class PeerCommunicator(TorchCommunicator):
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
         if self.fixed_order and x.dtype in FLOAT_DTYPES:
             return self._in_pieces(self.own_partial(x))
-        fits = x.dtype in FLOAT_DTYPES and collective.way_to_reduce(x, self.peers) is not None
-        return collective.all_reduce(x, self.peers) if fits else super().all_reduce(x)
+        if x.dtype in FLOAT_DTYPES and collective.all_reduce_algorithm(x, self.peers) is not None:
+            return collective.all_reduce(x, self.peers)
+        return super().all_reduce(x)
 
     def _in_pieces(self, x: torch.Tensor) -> torch.Tensor:
-        if collective.way_to_reduce(x, self.peers) is not None:
+        if collective.all_reduce_algorithm(x, self.peers) is not None:
             return collective.all_reduce(x, self.peers)
         pieces = x.flatten().split(self.peers.layout.limits.two_shot // x.element_size())
         return torch.cat([collective.all_reduce(piece, self.peers) for piece in pieces]).view(

@@ -169,7 +169,11 @@ def _check_adapters(engine: EngineConfig, config: ServerConfig) -> None:
     if not engine.enable_lora:
         raise InputError("--lora-folder", "requires --enable-lora", "add the flag")
     if not Path(config.lora_folder).is_dir():
-        raise InputError("--lora-folder", f"{config.lora_folder} is not a folder")
+        raise InputError(
+            "--lora-folder",
+            f"{config.lora_folder} is not a folder",
+            "create it, or name another",
+        )
 
 
 async def _stop_when_dead(client: Engines, server: WebServer) -> None:

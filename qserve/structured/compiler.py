@@ -1,7 +1,7 @@
 """GrammarCompiler: compiles grammars in threads and creates constraints from them.
 
 A grammar is compiled twice: first in a process with limits on memory and time (sandbox.py),
-then in this process, at the cost that the sandbox measured. Tenants take turns. The cache has a
+then in this process, at the cost that the sandbox measured. Clients take turns. The cache has a
 limit in bytes. For a rejected grammar, the error is cached without its traceback, which would keep
 large objects alive.
 """
@@ -27,15 +27,15 @@ from qserve.structured.params import FIELD, StructuredOutputsParams
 from qserve.structured.sandbox import CompileCancelled, SandboxCompiler, tokenizer_text
 
 NUM_THREADS = 3
-MAX_RUNNING_PER_TENANT = 2  # one tenant leaves at least one thread to the others
+MAX_RUNNING_PER_CLIENT = 2  # one client leaves at least one thread to the others
 MAX_WAITING = 1024  # grammars that are waiting or being compiled
-MAX_WAITING_PER_TENANT = 256
+MAX_WAITING_PER_CLIENT = 256
 MAX_CACHED_BYTES = 32 * 2**20  # a typical schema takes 100 KiB, one with 500 properties 2 MiB
 MAX_REFUSALS, MAX_REFUSED_CHARS = 1024, 4 * 2**20
 MAX_REFUSAL_SECONDS = 60.0  # a rejected grammar is compiled again after this time
 # Memory of grammars in use, with the outputs' copies. Beyond it, only small grammars are accepted.
 MAX_USED_BYTES = 1024 * 2**20
-MAX_USED_BYTES_PER_TENANT = 256 * 2**20
+MAX_USED_BYTES_PER_CLIENT = 256 * 2**20
 SMALL_BYTES = 2**20
 # Freed memory is returned to the system whenever this many bytes of grammars have been evicted.
 TRIM_BYTES = 16 * 2**20
@@ -54,7 +54,7 @@ class CompiledGrammar:
 class _Job:
     params: StructuredOutputsParams
     future: Future = field(default_factory=Future)
-    tenants: set[str] = field(default_factory=set)
+    clients: set[str] = field(default_factory=set)
     is_wanted: bool = True
     is_started: bool = False
 
@@ -77,11 +77,11 @@ class GrammarCompiler:
         self._num_evicted = 0  # evicted bytes since memory was last returned
         self._refusals = _Refusals()
         self._jobs: dict[StructuredOutputsParams, _Job] = {}  # waiting or being compiled
-        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, in order of turns
-        self._running: list[str] = []  # tenants of the threads' current jobs
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client, in order of turns
+        self._running: list[str] = []  # clients of the threads' current jobs
         self._used = _UsedBytes()
 
-    def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Future:
+    def submit(self, params: StructuredOutputsParams, client: str = "") -> Future:
         """Start to compile a grammar. Returns a future of the argument for `constraint`.
 
         Equal grammars share a future until it is done. Raises InputError; the future may have an
@@ -93,15 +93,15 @@ class GrammarCompiler:
             if found is not None:
                 return found
             job = self._jobs.get(params)
-            if job is not None and (job.is_started or tenant in job.tenants):
+            if job is not None and (job.is_started or client in job.clients):
                 return job.future
-            waiting = self._queues.get(tenant, ())
-            if len(waiting) >= MAX_WAITING_PER_TENANT or len(self._jobs) >= MAX_WAITING:
+            waiting = self._queues.get(client, ())
+            if len(waiting) >= MAX_WAITING_PER_CLIENT or len(self._jobs) >= MAX_WAITING:
                 raise BusyError(FIELD, "too many grammars are being compiled", "try again later")
             if job is None:
                 job = self._jobs[params] = _Job(params)
-            job.tenants.add(tenant)
-            self._queues.setdefault(tenant, deque()).append(job)
+            job.clients.add(client)
+            self._queues.setdefault(client, deque()).append(job)
             if len(self._running) < NUM_THREADS:
                 _start_thread(self)
             return job.future
@@ -113,15 +113,15 @@ class GrammarCompiler:
             if job is None:
                 return
             job.is_wanted = False
-            for tenant in job.tenants:
-                self._leave_queue(tenant, job)
+            for client in job.clients:
+                self._leave_queue(client, job)
 
-    def constraint(self, compiled: CompiledGrammar, tenant: str = "") -> Constraint:
+    def constraint(self, compiled: CompiledGrammar, client: str = "") -> Constraint:
         """Create a constraint in its initial state. Raises BusyError if memory is short."""
         if compiled.num_bytes + compiled.copy_bytes > SMALL_BYTES:
-            self._used.check(compiled, tenant)
+            self._used.check(compiled, client)
         made = Constraint(compiled.matcher, self._vocab_size, self._eos_token_ids)
-        self._used.add(made, compiled, tenant)
+        self._used.add(made, compiled, client)
         return made
 
     def close(self) -> None:
@@ -143,25 +143,25 @@ class GrammarCompiler:
         return None if refused is None else _failed(refused)
 
     def next_job(self) -> tuple[_Job, str] | None:
-        """Return the next job with its tenant; None: this thread should end."""
+        """Return the next job with its client; None: this thread should end."""
         with self._lock:
             if len(self._running) >= NUM_THREADS or not threading.main_thread().is_alive():
                 return None  # enough threads are working, or the program ends
-            for tenant, queue in self._queues.items():
-                if self._running.count(tenant) >= MAX_RUNNING_PER_TENANT:
+            for client, queue in self._queues.items():
+                if self._running.count(client) >= MAX_RUNNING_PER_CLIENT:
                     continue
                 job = queue.popleft()
-                del self._queues[tenant]
+                del self._queues[client]
                 if queue:
-                    self._queues[tenant] = queue  # moves to the end of the turns
-                for other in job.tenants - {tenant}:
+                    self._queues[client] = queue  # moves to the end of the turns
+                for other in job.clients - {client}:
                     self._leave_queue(other, job)
-                self._running.append(tenant)
+                self._running.append(client)
                 job.is_started = True
-                return job, tenant
+                return job, client
             return None
 
-    def run(self, job: _Job, tenant: str) -> None:
+    def run(self, job: _Job, client: str) -> None:
         """Compile a job and set the result of its future."""
         error: InputError | None = None
         compiled = None
@@ -177,7 +177,7 @@ class GrammarCompiler:
         except BaseException as raised:  # any failure must end only the requests of this grammar
             error = refusal(job.params, f"{type(raised).__name__}: {one_line(raised)}")
         with self._lock:
-            self._running.remove(tenant)
+            self._running.remove(client)
             if self._jobs.get(job.params) is job:
                 del self._jobs[job.params]
             if compiled is not None:
@@ -190,12 +190,12 @@ class GrammarCompiler:
         elif error is not None:
             job.future.set_exception(error)
 
-    def _leave_queue(self, tenant: str, job: _Job) -> None:
-        queue = self._queues.get(tenant)
+    def _leave_queue(self, client: str, job: _Job) -> None:
+        queue = self._queues.get(client)
         if queue is not None and job in queue:
             queue.remove(job)
             if not queue:
-                del self._queues[tenant]
+                del self._queues[client]
 
     def _keep(self, params: StructuredOutputsParams, compiled: CompiledGrammar) -> None:
         """Cache a compiled grammar, and evict the least recently used ones."""
@@ -270,42 +270,42 @@ class _Refusals:
 
 
 class _UsedBytes:
-    """Memory of the grammars in use, in total and by tenant."""
+    """Memory of the grammars in use, in total and by client."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage collection may call _remove at any time
         self._num_users: Counter[CompiledGrammar] = Counter()
-        self._by_tenant: Counter[str] = Counter()
+        self._by_client: Counter[str] = Counter()
 
-    def check(self, compiled: CompiledGrammar, tenant: str) -> None:
+    def check(self, compiled: CompiledGrammar, client: str) -> None:
         """Raise BusyError if one more output with this grammar exceeds the limit."""
         with self._lock:
             more = compiled.copy_bytes + (0 if compiled in self._num_users else compiled.num_bytes)
             if (
-                self._by_tenant[tenant] + more > MAX_USED_BYTES_PER_TENANT
-                or self._by_tenant.total() + more > MAX_USED_BYTES
+                self._by_client[client] + more > MAX_USED_BYTES_PER_CLIENT
+                or self._by_client.total() + more > MAX_USED_BYTES
             ):
                 problem = "large grammars of running requests use all the memory for grammars"
                 raise BusyError(FIELD, problem, "try again when some requests have finished")
 
-    def add(self, constraint: Constraint, compiled: CompiledGrammar, tenant: str) -> None:
+    def add(self, constraint: Constraint, compiled: CompiledGrammar, client: str) -> None:
         """Count an output until its constraint is garbage-collected."""
         with self._lock:
             size = compiled.copy_bytes
             if compiled not in self._num_users:
                 size += compiled.num_bytes
             self._num_users[compiled] += 1
-            self._by_tenant[tenant] += size
-        weakref.finalize(constraint, self._remove, compiled, tenant, size).atexit = False
+            self._by_client[client] += size
+        weakref.finalize(constraint, self._remove, compiled, client, size).atexit = False
 
-    def _remove(self, compiled: CompiledGrammar, tenant: str, size: int) -> None:
+    def _remove(self, compiled: CompiledGrammar, client: str, size: int) -> None:
         with self._lock:
             self._num_users[compiled] -= 1
             if not self._num_users[compiled]:
                 del self._num_users[compiled]
-            self._by_tenant[tenant] -= size
-            if not self._by_tenant[tenant]:
-                del self._by_tenant[tenant]
+            self._by_client[client] -= size
+            if not self._by_client[client]:
+                del self._by_client[client]
 
 
 def _start_thread(compiler: GrammarCompiler) -> None:

@@ -60,7 +60,9 @@ class ChatPrompt:
         for name, value in (template_kwargs or {}).items():
             if isinstance(value, str) and pattern.search(value):
                 raise InputError(
-                    f"chat_template_kwargs.{name}", "contains the text of a control token"
+                    f"chat_template_kwargs.{name}",
+                    "contains the text of a control token",
+                    "change the text",
                 )
         _check_plain(tools, pattern, "tools")
         for message in messages:

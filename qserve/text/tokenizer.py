@@ -319,7 +319,9 @@ class Tokenizer:
         # Templates fail by calling raise_exception, or by an error in an expression.
         except RENDER_ERRORS as error:
             raise TextError(
-                "messages", f"the model's chat template rejects them: {one_line(error)}"
+                "messages",
+                f"the model's chat template rejects them: {one_line(error)}",
+                "send roles and an order of messages that the template supports",
             ) from error
         except (RecursionError, MemoryError) as error:
             needs = "too much memory" if isinstance(error, MemoryError) else "too many nested calls"

@@ -62,7 +62,9 @@ def post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
     except urllib.error.HTTPError as error:
         raise InputError(url, f"answered {error.code}: {_message(error.read())}") from None
     except urllib.error.URLError as error:
-        raise InputError(url, f"cannot be reached: {error.reason}") from None
+        raise InputError(
+            url, f"cannot be reached: {error.reason}", "start the server, or check the URL"
+        ) from None
 
 
 def _message(data: bytes) -> str:

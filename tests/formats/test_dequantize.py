@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
+from formats import float_view
 from formats.checkpoint import CheckpointReader
 from formats.dequantize import dequantize_checkpoint
 from formats.errors import CheckpointError, DiskError, InputError
@@ -77,6 +78,27 @@ def test_dtype_of_config_json_is_kept(tmp_path):
     stated = getattr(torch, CheckpointReader(folder).config["dtype"])
     reader = floats_of(folder, tmp_path / "floats")
     assert {entry.dtype for entry in reader.entries.values()} == {stated}
+
+
+def test_quantized_head_is_decoded_only_when_it_is_read(tmp_path, docs_5m, monkeypatch):
+    folder, scheme = tmp_path / "quantized", Scheme.parse("w8a16-sym-g64")
+    whole = {"quantize_head": scheme, "quantize_embedding": scheme}
+    quantize_checkpoint(docs_5m, folder, scheme=scheme, recipe="rtn", quality_windows=0, **whole)
+    decoded, decode = [], float_view.decode_dense
+
+    def counted(module, *args):
+        decoded.append(module)
+        return decode(module, *args)
+
+    monkeypatch.setattr(float_view, "decode_dense", counted)
+    reader, source = CheckpointReader(folder, as_floats=True), CheckpointReader(docs_5m)
+    assert "model.embed_tokens" in reader.decoded and not decoded
+    for module in ("model.embed_tokens", "lm_head"):
+        assert reader.entries[f"{module}.weight"].shape == reader.get(f"{module}.weight").shape
+    assert decoded == ["model.embed_tokens", "lm_head"]
+    weight = source.get("model.embed_tokens.weight").float()
+    found = reader.get("model.embed_tokens.weight").float()
+    assert torch.linalg.norm(found - weight) < 0.01 * torch.linalg.norm(weight)
 
 
 def test_scales_of_the_kv_cache_are_left_out(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from formats.architecture.padding import WIDENED
 from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts, size
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES, checked_family
 from formats.heads.folder import is_head_folder
@@ -45,7 +45,7 @@ def check_names_and_shapes(folder):
 def test_family_row_covers_every_tensor_of_tiny_model(tiny_model, name):
     folder = tiny_model(name)
     family = check_names_and_shapes(folder)
-    config = usual_config(json.loads((folder / "config.json").read_text()))
+    config = canonical_config(json.loads((folder / "config.json").read_text()))
     assert family.model_type == config["model_type"]
     if family.activation_key:
         assert config[family.activation_key] == family.activations[0]
@@ -96,7 +96,7 @@ PUBLISHED = {
 def test_gemma_4_parameter_count_equals_model_card(name):
     """The row's shapes add up to the number that the model card states."""
     stated, different = PUBLISHED[name]
-    config = usual_config({**GEMMA_4, **different})
+    config = canonical_config({**GEMMA_4, **different})
     family = FAMILIES["Gemma4ForCausalLM"].variant(config)
     sizes = family.sizes(config)
     counts = {
@@ -132,7 +132,7 @@ def test_parameters_of_published_deepseek_v4(name):
     """The number is stated with the model, without the MTP layer's; that of Pro is rounded."""
     stated, different = DEEPSEEK_V4[name]
     family = FAMILIES["DeepseekV4ForCausalLM"]
-    config = usual_config(
+    config = canonical_config(
         {"architectures": [family.architecture], "model_type": family.model_type} | different
     )
     sizes = family.sizes({**config, "vocab_size": 129280})
@@ -148,7 +148,7 @@ def test_parameters_of_published_deepseek_v4(name):
 def test_parameters_of_published_minimax_m3():
     """The row's shapes, by published keys, add up to the 428 billion of the model card."""
     layers = [0] * 3 + [1] * 57
-    config = usual_config(
+    config = canonical_config(
         {
             **{"architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3"},
             **{"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60},

@@ -145,7 +145,7 @@ def test_pipe_instead_of_file_is_refused(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with refused("is not a file"):
+    with refused("is not a regular file"):
         CheckpointReader(tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_stop_strings_are_handled_by_client(monkeypatch):
     assert sent and max(map(len, sent)) < 2000
 
 
-def test_engine_receives_tenant(journal):
+def test_engine_receives_client(journal):
     async def scenario():
         client = await start()
         params = SamplingParams(max_tokens=2)

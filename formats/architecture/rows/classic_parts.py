@@ -22,7 +22,7 @@ from formats.architecture.rows.parts import (
     ungated,
 )
 
-# usual key of config.json -> GPT-2's key
+# canonical key of config.json -> GPT-2's key
 GPT_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -114,7 +114,7 @@ GPT_NEO: dict[str, Any] = {
     "fixed": {},
     "transposed": False,
 }
-# Norms, rotation and biases of ERNIE 4.5, and its experts.
+# Norms, RoPE and biases of ERNIE 4.5, and its experts.
 ERNIE: dict[str, Any] = {
     name: replace(projection, bias="use_bias")
     for name, projection in (("qkv", QKV), ("o", O_PROJ), ("gate_up", GATE_UP), ("down", DOWN))

@@ -1,4 +1,4 @@
-"""Fields of a family's row: names, shapes, biases, norms, rotations and what else a family states.
+"""Fields of a family's row: names, shapes, biases, norms, rotary embeddings and others.
 
 Needs no torch. Sizes have the names of config.json; "q" and "kv" are head_dim times the number of
 query or KV heads.
@@ -118,7 +118,7 @@ class FamilyFields:
     rope: Literal[
         "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
     ] = "all"
-    # type of layer -> key of its rotation in rope_parameters, if they differ
+    # type of layer -> its key in rope_parameters, if the types differ
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, with theta 10,000
@@ -141,8 +141,8 @@ class FamilyFields:
     tied: bool = False  # default of tie_word_embeddings
     float16: bool = True  # activations stay within float16's range
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
-    # How files differ from the usual form (stored_form/).
-    config_keys: Mapping[str, str] = field(default_factory=dict)  # usual key -> key in the file
+    # How files differ from the canonical form (stored_form/).
+    config_keys: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the file
     left_out_prefix: str = ""  # prefix of tensor names that some files leave out
     other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]

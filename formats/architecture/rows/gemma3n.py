@@ -33,7 +33,7 @@ GEMMA_3N: dict[str, Any] = {
         if name not in ("layer_scalar", "keys_are_values", "wide_shared", "config_keys", "variants")
     },
     "norms": _NORMS,
-    # full layers differ only in their rotation
+    # full layers differ only in their RoPE parameters
     "full_layers": {
         "qkv": replace(QKV, bias="attention_bias"),
         "o": replace(O_PROJ, bias="attention_bias"),

@@ -115,7 +115,7 @@ QWEN_1: dict[str, Any] = {
 _MIXER = "mixer.qkv_proj"
 PLAMO_3: dict[str, Any] = {
     "builder": "afmoe",
-    "defaults_of": "gemma3_text",  # a rotation for each kind of layer
+    "defaults_of": "gemma3_text",  # RoPE parameters for each layer type
     **_attention(_MIXER, "mixer.o_proj"),
     "gate_up": replace(GATE_UP, stored_fused=True),
     "norms": (

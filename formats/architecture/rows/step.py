@@ -68,7 +68,7 @@ _LISTS = ("layer_types", "swiglu_limits", "swiglu_limits_shared")
 
 
 def step_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers and their heads; published files list MTP layers with the others.
+    """Return the layer types and their heads; published files list MTP layers with the others.
 
     Raises CheckpointError for heads that transformers does not compute.
     """

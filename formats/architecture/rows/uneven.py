@@ -27,7 +27,7 @@ _GATES = "self_attn.g_proj"
 
 
 def _linears(kind: str, *members: tuple[str, str], o: str, o_bias: str | bool) -> dict[str, Any]:
-    """Return qkv and o of one kind of layer."""
+    """Return qkv and o of one layer type."""
     named = tuple((name, f"{kind}_{size}") for name, size in members)
     return {
         "qkv": replace(QKV, members=named, bias=_BIAS),
@@ -45,13 +45,13 @@ def _gate_of_heads(kind: str) -> Projection:
 
 
 def heads_with_gates(kind: str) -> dict[str, Any]:
-    """Return the fields of one kind of layer, with a gate for each head."""
+    """Return the fields of one layer type, with a gate for each head."""
     members = ((_Q, "q"), (_K, "kv"), (_V, "kv"))
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": _gate_of_heads(kind)}
 
 
 def _laguna_by_channel(kind: str) -> dict[str, Any]:
-    """Return the fields of one kind of layer, with a gate for each channel."""
+    """Return the fields of one layer type, with a gate for each channel."""
     members = ((_Q, "q"), (_GATES, "q"), (_K, "kv"), (_V, "kv"))
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": None}
 

@@ -28,10 +28,10 @@ def mamba_1(module: str, bias: Flag, conv_bias: Flag, norms: bool = False) -> St
             inputs="hidden_size",
             bias=bias,
         ),
-        controls=(
+        selection=(
             Projection(
                 name=f"{module}.x_proj",
-                members=((f"{module}.x_proj", "mamba_controls"),),
+                members=((f"{module}.x_proj", "mamba_selection"),),
                 inputs="mamba_channels",
                 split="inputs",
                 float_because="few outputs, which control what each token writes and forgets",

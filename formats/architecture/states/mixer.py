@@ -45,8 +45,9 @@ class StateMixer:
     # the outputs of this projection and of `gates` are grouped by key head, or by group.
     inputs: Projection
     gates: Projection | None = None  # reads the same input; stays in float
-    # Projections after the convolution, each reading the output of the last; they stay in float.
-    controls: tuple[Projection, ...] = ()
+    # Projections that compute dt, B and C from the convolution's output, each reading the output
+    # of the last; they stay in float.
+    selection: tuple[Projection, ...] = ()
     out: Projection
     others: tuple[StateTensor, ...]
     grouped: bool = False
@@ -76,7 +77,7 @@ class StateMixer:
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All projections, in the order they run."""
-        return (*self.readers, *self.controls, self.out)
+        return (*self.readers, *self.selection, self.out)
 
     def present(self, config: Mapping[str, Any]) -> Iterator[tuple[str, StateTensor]]:
         """Yield the tensors other than weights of linears, with their names below the layer."""

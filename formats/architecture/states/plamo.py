@@ -1,4 +1,4 @@
-"""Mixer of the row of PLaMo 2 in families.py: Mamba-2 that is controlled as Mamba-1 is.
+"""Mixer of the row of PLaMo 2 in families.py: Mamba-2 whose dt, B and C are computed as in Mamba-1.
 
 After the convolution one matrix computes B, C and the inputs of another matrix, which computes dt.
 """
@@ -17,10 +17,10 @@ PLAMO_MAMBA = StateMixer(
         inputs="hidden_size",
     ),
     grouped=True,  # z of a head, then its x
-    controls=(
+    selection=(
         Projection(
             name=f"{_MODULE}.bcdt_proj",
-            members=((f"{_MODULE}.bcdt_proj", "mamba_controls"),),
+            members=((f"{_MODULE}.bcdt_proj", "mamba_selection"),),
             inputs="mamba_inner",
             split="inputs",
             float_because="few outputs, which control what each token writes and forgets",

@@ -51,7 +51,7 @@ def mpt(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpt_neo(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, which the file states as patterns with repetitions."""
+    """Return the layer types, which the file states as patterns with repetitions."""
     patterns = config.get("attention_types")
     patterns = [[["global", "local"], 12]] if patterns is None else patterns
     try:

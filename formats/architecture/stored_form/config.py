@@ -1,4 +1,4 @@
-"""Derive the usual keys of config.json from what published files state."""
+"""Derive the canonical keys of config.json from what published files state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -116,28 +116,28 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def usual_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the usual keys next to the family's own.
+def canonical_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the canonical keys added to the family's own.
 
-    Values that transformers derives are filled in, too. Other families' configs are unchanged.
+    Values that transformers derives are filled in, too. A config of an unknown family is unchanged.
     """
-    config = _usual_type(config)
+    config = _canonical_type(config)
     family = family_of(config)
     if family is None:
         return config
     own = family.config_keys
-    found = {usual: config[key] for usual, key in own.items() if key in config}
+    found = {canonical: config[key] for canonical, key in own.items() if key in config}
     config = {**config, **found} if found else config
     derive = _DERIVED_KEYS.get(family.model_type)
     return config if derive is None else {**config, **derive(config)}
 
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that `usual_config` replaces, with the file's values."""
+    """Return the keys of config.json that `canonical_config` replaces, with the file's values."""
     return {key: config[key] for key in _same(config)}
 
 
-def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
+def _canonical_type(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the names of the family that has the same layers or files."""
     same = _same(config)
     return {**config, **same} if same else config

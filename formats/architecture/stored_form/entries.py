@@ -1,4 +1,4 @@
-"""Tensors of published files under the usual names and with the usual order of dims."""
+"""Tensors of published files with the canonical names and order of dims."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class TransposedEntry(TensorEntry):
         return stored.T.contiguous()
 
 
-def usual_entries(
+def canonical_entries(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
     """Return the tensors with the names and the order of dims of the family's row.
@@ -49,7 +49,7 @@ def usual_entries(
         entries = {deepseek_v4.published(name): entry for name, entry in entries.items()}
         entries = float_blocks.in_groups(config, entries)
     if family.other_names:
-        entries = {_usual_name(family, name): entry for name, entry in entries.items()}
+        entries = {_canonical_name(family, name): entry for name, entry in entries.items()}
     prefix = family.left_out_prefix
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
@@ -61,12 +61,12 @@ def usual_entries(
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 
 
-def _usual_name(family: Family, name: str) -> str:
-    """Return the name of a tensor with the name that the family's row has for its module."""
+def _canonical_name(family: Family, name: str) -> str:
+    """Return a tensor's name with its module named as in the family's row."""
     module, dot, leaf = name.rpartition(".")
     parent, _, last = module.rpartition(".")
-    usual = family.other_names.get(last)
-    return name if usual is None else f"{parent}.{usual}{dot}{leaf}"
+    canonical = family.other_names.get(last)
+    return name if canonical is None else f"{parent}.{canonical}{dot}{leaf}"
 
 
 def transposed_names(

@@ -1,4 +1,4 @@
-"""Families with recurrent layers: kinds of layers, widths of heads and of feed-forwards."""
+"""Families with recurrent layers: layer types, widths of heads and of feed-forwards."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from formats.architecture.stored_form.parts import known_sizes
 
 
 def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers and the sizes of mixers, from a part of config.json."""
+    """Return the layer types and the sizes of mixers, from a part of config.json."""
     own, count = config.get("linear_attn_config"), config.get("num_hidden_layers")
     own = own if isinstance(own, Mapping) else {}
     found = query_rank(None)(config)
@@ -37,7 +37,7 @@ def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ling_3(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, the sizes of mixers, and rotations of whole latents."""
+    """Return the layer types, the sizes of mixers, and RoPE parameters without a part."""
     count, every = config.get("num_hidden_layers"), config.get("layer_group_size", 6)
     first = config.get("first_k_dense_replace", 2)
     heads = config.get("linear_num_heads", config.get("num_attention_heads"))
@@ -63,7 +63,7 @@ def ling_3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lightning_ling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, and the sizes and rotations of lightning attention."""
+    """Return the layer types, and the sizes and RoPE parameters of lightning attention."""
     count, every = config.get("num_hidden_layers"), config.get("layer_group_size")
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     width = config.get("linear_head_dim", config.get("head_dim"))
@@ -96,7 +96,7 @@ def bailing_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers and the sizes of the nets, where config.json states none."""
+    """Return the layer types and the sizes of the nets, where config.json states none."""
     found: dict[str, Any] = {}
     count, heads, hidden = (
         config.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -120,7 +120,7 @@ def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, and the rotated fraction of a head."""
+    """Return the layer types, and the fraction of a head that has RoPE."""
     found: dict[str, Any] = {}
     count, kinds = config.get("num_hidden_layers"), config.get("attn_type_list")
     if config.get("layer_types") is None and isinstance(kinds, list):
@@ -138,7 +138,7 @@ def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of LFM2's feed-forward and the kinds of its layers.
+    """Return the width of LFM2's feed-forward and its layer types.
 
     Published files state an unadjusted width, `block_ff_dim`, and layers by number.
     """
@@ -169,7 +169,7 @@ def lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults of heads and of the kinds of layers."""
+    """Return transformers' defaults of heads and of the layer types."""
     found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
     count = config.get("num_hidden_layers")
     if config.get("layer_types") is None and is_size(count):
@@ -183,7 +183,7 @@ _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers by their current names, and the width of Mamba-2's heads."""
+    """Return the layer types by their current names, and the width of Mamba-2's heads."""
     found, kinds = mamba(config), config.get("layer_types")
     if kinds is None:
         kinds = config.get("layers_block_type")
@@ -196,7 +196,7 @@ _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe
 
 
 def nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, which published files state as a string, and their number.
+    """Return the layer types, which published files state as a string, and their number.
 
     Files without experts may still state sizes of experts, so only a layer of experts sets
     `mlp_layer_types`.

@@ -1,4 +1,4 @@
-"""Families with Mamba-1, and Mamba without attention: sizes of mixers, and kinds of layers."""
+"""Families with Mamba-1, and Mamba without attention: sizes of mixers, and layer types."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""MiMo-V2: heads, kinds of layers and rotations, from the keys of published files."""
+"""MiMo-V2: heads, layer types and RoPE parameters, from the keys of published files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,16 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def mimo_v2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the usual keys, and transformers' defaults.
+    """Return the canonical keys, and transformers' defaults.
 
     Layers with a window have twice as many KV heads unless the file states their number. Raises
-    CheckpointError for heads or sinks of a kind of layers that no published model has.
+    CheckpointError for heads or sinks of a layer type that no published model has.
     """
     count = config.get("num_hidden_layers")
     if not is_size(count):
         return {}
     count = min(count, MAX_LAYERS)
-    found = {**apart_keys(config, count), **_layers(config, count), **_rotations(config)}
+    found = {**apart_keys(config, count), **_layers(config, count), **_rope_parameters(config)}
     if "layernorm_epsilon" in config:
         found["rms_norm_eps"] = config["layernorm_epsilon"]
     if config.get("routed_scaling_factor", 1.0) is None:
@@ -58,7 +58,7 @@ def mimo_v2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the kinds of attention and of feed-forwards, where config.json states other keys."""
+    """Return the types of attention and feed-forward by layer, if config.json has other keys."""
     found: dict[str, Any] = {}
     windows, sparse = (config.get(key) for key in ("hybrid_layer_pattern", "moe_layer_freq"))
     for key, each in (("hybrid_layer_pattern", windows), ("moe_layer_freq", sparse)):
@@ -73,8 +73,8 @@ def _layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
     return found
 
 
-def _rotations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotation of each kind of layers, where config.json states other keys."""
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE parameters of each layer type, where config.json has other keys."""
     rope = config.get("rope_parameters")
     if "swa_rope_theta" not in config or (isinstance(rope, Mapping) and _KINDS[0] in rope):
         return {}

@@ -96,7 +96,7 @@ def hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def afmoe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults: kinds of layers, and the number of layers without experts."""
+    """Return transformers' defaults: layer types, and the number of layers without experts."""
     count, every = config.get("num_hidden_layers"), config.get("global_attn_every_n_layers", 4)
     found: dict[str, Any] = {"num_dense_layers": config.get("num_dense_layers", 1)}
     if config.get("layer_types") is None and is_size(count) and is_size(every):

@@ -46,7 +46,7 @@ def baichuan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of a feed-forward, the rotation and the length that Qwen 1 supports.
+    """Return the feed-forward's width, the RoPE parameters and the length that Qwen 1 supports.
 
     The stated width counts gate and up. Beyond `seq_length` the model changes earlier keys
     (`use_dynamic_ntk`), which is impossible with a KV cache.
@@ -78,7 +78,7 @@ def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, and a rotation for each kind.
+    """Return the layer types, and the RoPE parameters of each type.
 
     Every `sliding_window_pattern`-th layer sees all keys. Raises CheckpointError if layers have
     different windows, or windows that contradict `layer_types`.
@@ -111,12 +111,12 @@ def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
         whole |= {"original_max_position_embeddings": original, "truncate": False}
     theta = config.get("rope_theta", config.get("rope_global_theta", 150_000))
     local = {"rope_type": "default", "rope_theta": config.get("rope_local_theta", 10_000)}
-    rotations = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
-    return {**found, "rope_parameters": rotations}
+    ropes = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
+    return {**found, "rope_parameters": ropes}
 
 
 def plamo_2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, the sizes of mixers, and a rotation for each kind of attention.
+    """Return the layer types, the sizes of mixers, and RoPE parameters for both types of attention.
 
     One layer in every `mamba_step` layers has attention. It has a window unless
     `full_attention_idx` names it.
@@ -140,8 +140,8 @@ def plamo_2(config: Mapping[str, Any]) -> dict[str, Any]:
         return found
     theta = config.get("rope_theta", stated.get("rope_theta", 10_000))
     kinds = {"full_attention": theta, "sliding_attention": config.get("rope_local_theta", theta)}
-    rotations = {k: {"rope_type": "default", "rope_theta": value} for k, value in kinds.items()}
-    return {**found, "rope_parameters": rotations}
+    ropes = {k: {"rope_type": "default", "rope_theta": value} for k, value in kinds.items()}
+    return {**found, "rope_parameters": ropes}
 
 
 def _layers_of_plamo_2(config: Mapping[str, Any], count: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from formats.architecture.family import Family
 from formats.architecture.flags import Flag, is_set
 from formats.families import FAMILIES
-from formats.gguf.architectures.held import Held
+from formats.gguf.architectures.converted import ConvertedTensor
 from formats.gguf.architectures.parts import BEFORE
 
 
@@ -48,7 +48,7 @@ class Architecture:
     also: tuple[str, ...] = ()  # more families that are written as this architecture
     variants: tuple[Variant, ...] = ()
     # Additional tensors of a layer: GGUF's full name below the layer -> the family's name
-    tensors: Mapping[str, str | Held] = field(default_factory=dict)
+    tensors: Mapping[str, str | ConvertedTensor] = field(default_factory=dict)
     # Additional linears of a layer: names as for tensors, without ".weight"
     linears: Mapping[str, str] = field(default_factory=dict)
     # Linears of layers with a state; they take precedence over `linears` in these layers
@@ -64,10 +64,10 @@ class Architecture:
     needs: Mapping[str, Any] = field(default_factory=dict)
     needs_all_kv_heads: bool = False  # it also needs as many KV heads as heads
     needs_square_output: bool = False  # it also needs heads * head dim = hidden size
-    # The config class's names for the usual keys of rotary embeddings, and its defaults
+    # canonical key of rotary embeddings -> key in the family's config class, and its defaults
     rope_names: Mapping[str, str] = field(default_factory=dict)
     default_theta: float | None = None
-    default_part: float = 1.0  # fraction of a head that rotates
+    default_part: float = 1.0  # fraction of a head that has RoPE
     states_head_dim: bool = True  # False: the config class computes head_dim and refuses others
     # "own": llama.cpp always reads a separate head; "tied": it always uses the embedding; "": the
     # head is separate if the file has one.

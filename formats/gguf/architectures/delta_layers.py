@@ -19,7 +19,7 @@ from formats.gguf.architectures.layers import (
 
 
 def by_intervals(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the kinds of layers of a model with delta nets, and the width of their values."""
+    """Return the layer types of a model with delta nets, and the width of their values."""
     count = config["num_hidden_layers"]
     _, _, groups, heads = check_sizes(metadata, *STATE_SIZES)
     if heads % groups:
@@ -35,7 +35,7 @@ def by_intervals(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _recurrent_kinds(metadata: Any, count: int, every: int) -> list[str]:
-    """Return the kinds of layers that a file states; without: one of `every` has attention."""
+    """Return the layer types of a file; by default every `every`-th layer has attention."""
     recurrent = metadata.get("attention.recurrent_layers")
     if recurrent is None:
         every = metadata.size("full_attention_interval", every)
@@ -46,7 +46,7 @@ def _recurrent_kinds(metadata: Any, count: int, every: int) -> list[str]:
 
 
 def intervals_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the kinds of layers of a model with delta nets, and the width of all value heads.
+    """Return the layer types of a model with delta nets, and the width of all value heads.
 
     Raises CheckpointError where keys and values have other widths: llama.cpp knows one.
     """
@@ -73,7 +73,7 @@ def intervals_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rotated(config: Mapping[str, Any]) -> int:
-    """Return how many channels of a head rotate."""
+    """Return how many channels of a head have RoPE."""
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 0.25
@@ -81,7 +81,7 @@ def _rotated(config: Mapping[str, Any]) -> int:
 
 
 def _sections(config: Mapping[str, Any], rotated: int) -> list[int]:
-    """Return the pairs of channels that rotate by time, height and width: stated, or in three."""
+    """Return the RoPE pairs for time, height and width: as stated, or three equal parts."""
     stated = (config.get("rope_parameters") or {}).get("mrope_section") or []
     pairs = rotated // 2
     if sum(stated) != pairs:
@@ -94,7 +94,7 @@ _ALPHAS = tuple(f"{block}_alpha_factor" for block in ("full_attn", "linear_attn"
 
 
 def minimax_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the kinds of MiniMax-Text-01's layers, what rotates, and the stream's factor."""
+    """Return MiniMax-Text-01's layer types, RoPE channels, and factor of the residual stream."""
     factor = metadata.number("residual_scale")
     if factor is None:
         raise metadata.wrong("residual_scale", "is missing")
@@ -104,7 +104,7 @@ def minimax_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def minimax_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return MiniMax-Text-01's kinds of layers, and its factor. Raises CheckpointError."""
+    """Return MiniMax-Text-01's layer types and factor. Raises CheckpointError for other factors."""
     factors = [float(config.get(key, 1.0)) for key in _ALPHAS]
     if len(set(factors)) > 1:
         raise CheckpointError(

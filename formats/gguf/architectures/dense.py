@@ -16,7 +16,7 @@ from formats.gguf.architectures.parts import (
     SOFTCAPS,
     USED,
 )
-from formats.gguf.architectures.rotations import (
+from formats.gguf.architectures.rotary import (
     granite_swa_config,
     granite_swa_metadata,
     ministral3_config,
@@ -216,6 +216,6 @@ DENSE = (
         },
         head="own",
     ),
-    # EXAONE 3: a Llama whose rotated pairs are in the usual order
+    # EXAONE 3: a Llama whose rotary pairs are stored in the family's order
     Architecture(name="exaone", family="LlamaForCausalLM"),
 )

@@ -1,4 +1,4 @@
-"""Divisors of the frequencies of rotation, and the rules that give them. Needs no torch."""
+"""Frequency divisors of rotary embeddings, and the rules that give them. Needs no torch."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 2048, *(2**n for n in (17, 16, 18, 1
 def scaling_of(
     divisors: list[float], theta: float, width: int, length: int
 ) -> dict[str, Any] | None:
-    """Return the scaling of a rotation with these divisors; None: all are 1.
+    """Return the RoPE scaling with these frequency divisors; None: all are 1.
 
     Divisors that Llama 3's rule does not give are listed, as for LongRoPE of any `length`.
     """

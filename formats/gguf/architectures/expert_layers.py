@@ -11,7 +11,7 @@ from formats.gguf.architectures.layers import REMEDY, dense_first, dense_layers,
 
 
 def mellum_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return experts in all layers, and the rotation of layers with and without a window."""
+    """Return experts in all layers, and RoPE parameters of layers with and without a window."""
     theta = config["rope_theta"]
     full = {"rope_type": "default", **config.get("rope_scaling", {}), "rope_theta": theta}
     local = float(metadata.number("rope.freq_base_swa", theta))
@@ -76,7 +76,7 @@ def gpt_oss_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def llama4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Llama 4's widths, its layers with experts, and what hangs on their number."""
+    """Return Llama 4's widths, its layers with experts, and the values that follow from them."""
     every, count = metadata.size("interleave_moe_layer_step"), config["num_hidden_layers"]
     return {
         "intermediate_size": metadata.size("expert_feed_forward_length"),

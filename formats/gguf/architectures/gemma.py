@@ -164,14 +164,17 @@ def _gemma4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gemma4_rope_config(metadata: Any) -> Mapping[str, Any]:
-    """Return the rotation of both kinds of layers. In those with full attention, the first pairs
-    rotate.
+    """Return the RoPE parameters of both layer types.
+
+    In layers with full attention, only the first pairs of channels have RoPE.
     """
     width = metadata.size("attention.key_length")
     divisors = metadata.divisors(FREQUENCIES, width, most=float("inf"))
-    turning = sum(each == 1.0 for each in divisors)
-    if divisors != [1.0] * turning + [divisors[-1]] * (len(divisors) - turning):
-        raise metadata.wrong("rope_freqs", "expected ones, then pairs that do not rotate")
+    num_rotary = sum(each == 1.0 for each in divisors)
+    if divisors != [1.0] * num_rotary + [divisors[-1]] * (len(divisors) - num_rotary):
+        raise metadata.wrong(
+            "rope_freqs", "expected ones, then equal divisors of pairs without RoPE"
+        )
     theta = metadata.number("rope.freq_base", 1e6)
     local = metadata.number("rope.freq_base_swa", 1e4)
     return {
@@ -179,7 +182,7 @@ def _gemma4_rope_config(metadata: Any) -> Mapping[str, Any]:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": float(theta),
-                "partial_rotary_factor": turning / len(divisors),
+                "partial_rotary_factor": num_rotary / len(divisors),
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": float(local)},
         }
@@ -189,7 +192,7 @@ def _gemma4_rope_config(metadata: Any) -> Mapping[str, Any]:
 def _gemma4_rope_metadata(
     config: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the rotation of both kinds of layers. Raises CheckpointError for other types."""
+    """Return the RoPE parameters of both layer types. Raises CheckpointError for others."""
     stated = config.get("rope_parameters") or {}
     full = stated.get("full_attention", {"rope_type": "proportional"})
     local = stated.get("sliding_attention", {})

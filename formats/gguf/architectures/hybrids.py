@@ -5,6 +5,7 @@ from typing import Any
 
 from formats.architecture.flags import Equals, Stated
 from formats.gguf.architectures.architecture import Architecture, Variant
+from formats.gguf.architectures.converted import ConvertedTensor
 from formats.gguf.architectures.delta_layers import (
     by_intervals,
     intervals_metadata,
@@ -13,7 +14,6 @@ from formats.gguf.architectures.delta_layers import (
     minimax_config,
     minimax_metadata,
 )
-from formats.gguf.architectures.held import Held
 from formats.gguf.architectures.layers import by_kv_heads, kv_heads_metadata
 from formats.gguf.architectures.mamba_layers import (
     FACTORS,
@@ -55,18 +55,18 @@ _MAMBA_KEYS = {
 }
 
 
-def _delta(values: str, heads: str) -> dict[str, Held]:
+def _delta(values: str, heads: str) -> dict[str, ConvertedTensor]:
     """Return the tensors of delta nets that have orders of value heads by these names."""
     return {
-        "ssm_conv1d.weight": Held(
+        "ssm_conv1d.weight": ConvertedTensor(
             name="linear_attn.conv1d.weight",
             shape="taps",
             rows=values and "values_after_keys",
         ),
-        "ssm_a": Held(name="linear_attn.A_log", exponent=True, rows=heads),
-        "ssm_dt.bias": Held(name="linear_attn.dt_bias", rows=heads),
-        "ssm_norm.weight": Held(name="linear_attn.norm.weight"),
-        "ssm_out.weight": Held(name="linear_attn.out_proj.weight", columns=values),
+        "ssm_a": ConvertedTensor(name="linear_attn.A_log", exponent=True, rows=heads),
+        "ssm_dt.bias": ConvertedTensor(name="linear_attn.dt_bias", rows=heads),
+        "ssm_norm.weight": ConvertedTensor(name="linear_attn.norm.weight"),
+        "ssm_out.weight": ConvertedTensor(name="linear_attn.out_proj.weight", columns=values),
     }
 
 
@@ -76,10 +76,12 @@ _QWEN_35: dict[str, Any] = {
     "bias_keys": ATTENTION_BIAS,
     "tensors": {
         **_delta("values", "heads"),
-        "attn_qkv.weight": Held(name="linear_attn.in_proj_qkv.weight", rows="values_after_keys"),
-        "attn_gate.weight": Held(name="linear_attn.in_proj_z.weight", rows="values"),
-        "ssm_beta.weight": Held(name="linear_attn.in_proj_b.weight", rows="heads"),
-        "ssm_alpha.weight": Held(name="linear_attn.in_proj_a.weight", rows="heads"),
+        "attn_qkv.weight": ConvertedTensor(
+            name="linear_attn.in_proj_qkv.weight", rows="values_after_keys"
+        ),
+        "attn_gate.weight": ConvertedTensor(name="linear_attn.in_proj_z.weight", rows="values"),
+        "ssm_beta.weight": ConvertedTensor(name="linear_attn.in_proj_b.weight", rows="heads"),
+        "ssm_alpha.weight": ConvertedTensor(name="linear_attn.in_proj_a.weight", rows="heads"),
     },
     "default_part": 0.25,
     "more_config": by_intervals,
@@ -87,18 +89,18 @@ _QWEN_35: dict[str, Any] = {
 }
 
 
-def mamba_tensors(module: str) -> dict[str, Held]:
+def mamba_tensors(module: str) -> dict[str, ConvertedTensor]:
     return {
-        "ssm_in.weight": Held(name=f"{module}.in_proj.weight"),
-        "ssm_in.bias": Held(name=f"{module}.in_proj.bias"),
-        "ssm_out.weight": Held(name=f"{module}.out_proj.weight"),
-        "ssm_out.bias": Held(name=f"{module}.out_proj.bias"),
-        "ssm_conv1d.weight": Held(name=f"{module}.conv1d.weight", shape="taps"),
-        "ssm_conv1d.bias": Held(name=f"{module}.conv1d.bias"),
-        "ssm_a": Held(name=f"{module}.A_log", exponent=True, shape="column"),
-        "ssm_d": Held(name=f"{module}.D", shape="column"),
-        "ssm_dt.bias": Held(name=f"{module}.dt_bias"),
-        "ssm_norm.weight": Held(name=f"{module}.norm.weight", shape="groups"),
+        "ssm_in.weight": ConvertedTensor(name=f"{module}.in_proj.weight"),
+        "ssm_in.bias": ConvertedTensor(name=f"{module}.in_proj.bias"),
+        "ssm_out.weight": ConvertedTensor(name=f"{module}.out_proj.weight"),
+        "ssm_out.bias": ConvertedTensor(name=f"{module}.out_proj.bias"),
+        "ssm_conv1d.weight": ConvertedTensor(name=f"{module}.conv1d.weight", shape="taps"),
+        "ssm_conv1d.bias": ConvertedTensor(name=f"{module}.conv1d.bias"),
+        "ssm_a": ConvertedTensor(name=f"{module}.A_log", exponent=True, shape="column"),
+        "ssm_d": ConvertedTensor(name=f"{module}.D", shape="column"),
+        "ssm_dt.bias": ConvertedTensor(name=f"{module}.dt_bias"),
+        "ssm_norm.weight": ConvertedTensor(name=f"{module}.norm.weight", shape="groups"),
     }
 
 
@@ -111,17 +113,19 @@ _LFM2: dict[str, Any] = {
     },
     "output_norm": "token_embd_norm",
     "linears": {"shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"},
-    "tensors": {"shortconv.conv.weight": Held(name="conv.conv.weight", shape="taps")},
+    "tensors": {"shortconv.conv.weight": ConvertedTensor(name="conv.conv.weight", shape="taps")},
     "fixed": {"conv_bias": False},
     "more_config": by_kv_heads("conv"),
     "more_metadata": kv_heads_metadata("conv"),
     "needs_square_output": True,
 }
 _GRANITE_MLP = {
-    "ffn_gate.weight": Held(name="shared_mlp.input_linear.weight", below="ffn_up.weight"),
+    "ffn_gate.weight": ConvertedTensor(
+        name="shared_mlp.input_linear.weight", below="ffn_up.weight"
+    ),
 }
 _GRANITE_SHARED = {
-    "ffn_gate_shexp.weight": Held(
+    "ffn_gate_shexp.weight": ConvertedTensor(
         name="shared_mlp.input_linear.weight", below="ffn_up_shexp.weight"
     ),
 }
@@ -135,7 +139,9 @@ _BAMBA: dict[str, Any] = {
     "tensors": {
         **mamba_tensors("mamba"),
         **{
-            f"attn_{x}.{leaf}": Held(name=f"self_attn.{x}_proj.{leaf}", rows=f"pairs_of_{rows}")
+            f"attn_{x}.{leaf}": ConvertedTensor(
+                name=f"self_attn.{x}_proj.{leaf}", rows=f"pairs_of_{rows}"
+            )
             for x, rows in (("q", "queries"), ("k", "keys"))
             for leaf in ("weight", "bias")
         },
@@ -188,12 +194,12 @@ HYBRIDS = (
         bias_keys=ATTENTION_BIAS,
         tensors={
             **_delta("", ""),
-            "attn_qkv.weight": Held(
+            "attn_qkv.weight": ConvertedTensor(
                 name="linear_attn.in_proj_qkvz.weight",
                 rows="by_key_head",
                 below="attn_gate.weight",
             ),
-            "ssm_ba.weight": Held(name="linear_attn.in_proj_ba.weight"),
+            "ssm_ba.weight": ConvertedTensor(name="linear_attn.in_proj_ba.weight"),
         },
         default_part=0.25,
         more_config=by_intervals,
@@ -263,7 +269,10 @@ HYBRIDS = (
             "mamba_conv_bias": "ssm_conv1d.bias",
         },
         # a norm without a leaf in its name
-        tensors={**mamba_tensors("mamba"), "ffn_norm": Held(name="pre_ff_layernorm.weight")},
+        tensors={
+            **mamba_tensors("mamba"),
+            "ffn_norm": ConvertedTensor(name="pre_ff_layernorm.weight"),
+        },
         factors=falcon_h1_factors,
         uncompared=(*FACTORS, "ssm_multipliers", "mlp_multipliers"),
         more_config=falcon_h1_config,
@@ -301,14 +310,14 @@ HYBRIDS = (
         | {f"ssm_{name}": f"self_attn.{name}_proj" for name in _KIMI_GATES},
         tensors={
             **{
-                f"ssm_conv1d_{x}.weight": Held(
+                f"ssm_conv1d_{x}.weight": ConvertedTensor(
                     name=f"self_attn.{x}_conv1d.weight", shape="wide_taps"
                 )
                 for x in "qkv"
             },
-            "ssm_a": Held(name="self_attn.A_log", exponent=True, shape="heads"),
-            "ssm_dt.bias": Held(name="self_attn.dt_bias"),
-            "ssm_norm.weight": Held(name="self_attn.o_norm.weight"),
+            "ssm_a": ConvertedTensor(name="self_attn.A_log", exponent=True, shape="heads"),
+            "ssm_dt.bias": ConvertedTensor(name="self_attn.dt_bias"),
+            "ssm_norm.weight": ConvertedTensor(name="self_attn.o_norm.weight"),
         },
         more_config=kimi_config,
         more_metadata=kimi_metadata,

@@ -72,7 +72,7 @@ def _glm_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mistral4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Mistral 4's width of heads, of which a part rotates, and its factor of scores."""
+    """Return Mistral 4's width of heads, of which a part has RoPE, and its factor of scores."""
     rope = config["qk_rope_head_dim"]
     width = config["qk_nope_head_dim"] + rope
     scaling = {

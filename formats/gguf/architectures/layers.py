@@ -1,4 +1,4 @@
-"""Functions that rows share: values by layer, kinds of layers, widths of experts.
+"""Functions that rows share: values by layer, layer types, widths of experts.
 
 Functions of `more_config` read metadata, those of `more_metadata` write them. Needs no torch.
 """
@@ -50,7 +50,7 @@ def dense_layers(config: Mapping[str, Any]) -> int:
 
 
 def dense_first(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the kinds of feed-forwards: the first layers have no experts."""
+    """Return the type of each layer's feed-forward: the first layers have no experts."""
     first, count = metadata.get("leading_dense_block_count") or 0, config["num_hidden_layers"]
     kinds = ["dense" if layer < first else "sparse" for layer in range(count)]
     found = {"mlp_layer_types": kinds, "first_k_dense_replace": first}
@@ -72,7 +72,7 @@ def shared_width(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def by_kv_heads(kind: str) -> Any:
-    """Return a function that reads kinds of layers: those without KV heads are `kind`."""
+    """Return a function that reads layer types: layers without KV heads are of type `kind`."""
 
     def read(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if kind == "conv":
@@ -84,7 +84,7 @@ def by_kv_heads(kind: str) -> Any:
 
 
 def kv_heads_metadata(kind: str) -> Any:
-    """Return a function that writes kinds of layers: those of `kind` have no KV heads."""
+    """Return a function that writes layer types: layers of type `kind` have no KV heads."""
 
     def write(config: Mapping[str, Any]) -> Mapping[str, Any]:
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]

@@ -23,7 +23,7 @@ def mamba_inner(config: Mapping[str, Any]) -> int:
 
 
 def mamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the kinds of Granite's layers, and the width of Mamba-2's heads."""
+    """Return Granite's layer types, and the width of Mamba-2's heads."""
     *_, heads = check_sizes(metadata, *STATE_SIZES)
     width, rest = divmod(metadata.size("ssm.inner_size"), heads)
     if rest:
@@ -39,7 +39,7 @@ def mamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def mamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Granite's kinds of layers, and the width of Mamba-2's heads in all."""
+    """Return Granite's layer types, and the width of all of Mamba-2's heads."""
     return {
         **kv_heads_metadata("linear_attention")(config),
         "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
@@ -61,7 +61,7 @@ def bamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def bamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Bamba's layers with attention, by their KV heads, and that heads rotate."""
+    """Return Bamba's layers with attention, by their KV heads, and that heads have RoPE."""
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     attends, layers = config.get("attn_layer_indices") or (), range(config["num_hidden_layers"])
     return {

@@ -7,7 +7,7 @@ from typing import Any
 from formats.architecture.stored_form.mamba import UNSTATED_LENGTH
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.held import Held
+from formats.gguf.architectures.converted import ConvertedTensor
 from formats.gguf.architectures.hybrids import mamba_tensors
 from formats.gguf.architectures.layers import REMEDY, STATE_SIZES, by_layer, check_sizes
 from formats.gguf.architectures.parts import USED
@@ -25,18 +25,18 @@ _ATTENTION = ("attn_layer_period", "attn_layer_offset")
 _EXPERTS = ("expert_layer_period", "expert_layer_offset")
 
 
-def _tensors(module: str) -> dict[str, Held]:
+def _tensors(module: str) -> dict[str, ConvertedTensor]:
     linears = {"ssm_in": "in_proj", "ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_out": "out_proj"}
     return {
         **{
-            f"{theirs}.weight": Held(name=f"{module}.{ours}.weight")
+            f"{theirs}.weight": ConvertedTensor(name=f"{module}.{ours}.weight")
             for theirs, ours in linears.items()
         },
-        "ssm_dt.bias": Held(name=f"{module}.dt_proj.bias"),
-        "ssm_conv1d.weight": Held(name=f"{module}.conv1d.weight", shape="taps"),
-        "ssm_conv1d.bias": Held(name=f"{module}.conv1d.bias"),
-        "ssm_a": Held(name=f"{module}.A_log", exponent=True),
-        "ssm_d": Held(name=f"{module}.D"),
+        "ssm_dt.bias": ConvertedTensor(name=f"{module}.dt_proj.bias"),
+        "ssm_conv1d.weight": ConvertedTensor(name=f"{module}.conv1d.weight", shape="taps"),
+        "ssm_conv1d.bias": ConvertedTensor(name=f"{module}.conv1d.bias"),
+        "ssm_a": ConvertedTensor(name=f"{module}.A_log", exponent=True),
+        "ssm_d": ConvertedTensor(name=f"{module}.D"),
     }
 
 
@@ -178,7 +178,7 @@ MAMBA_MODELS = (
         tensors={
             **_tensors("mamba"),
             **{
-                f"ssm_{name}_norm.weight": Held(name=f"mamba.{name}_layernorm.weight")
+                f"ssm_{name}_norm.weight": ConvertedTensor(name=f"mamba.{name}_layernorm.weight")
                 for name in ("dt", "b", "c")
             },
         },

@@ -1,6 +1,7 @@
 """Architectures with experts."""
 
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.converted import ConvertedTensor
 from formats.gguf.architectures.expert_layers import (
     ernie_metadata,
     gpt_oss_metadata,
@@ -11,7 +12,6 @@ from formats.gguf.architectures.expert_layers import (
     mellum_metadata,
     phimoe_metadata,
 )
-from formats.gguf.architectures.held import Held
 from formats.gguf.architectures.layers import dense_first, dense_first_metadata
 from formats.gguf.architectures.parts import (
     AROUND,
@@ -116,7 +116,7 @@ MIXTURES = (
         permuted=True,
         keys={**GRANITE_FACTORS, **GRANITE_EXPERTS},
         tensors={
-            "ffn_gate_shexp.weight": Held(
+            "ffn_gate_shexp.weight": ConvertedTensor(
                 name="shared_mlp.input_linear.weight", below="ffn_up_shexp.weight"
             )
         },
@@ -227,7 +227,7 @@ MIXTURES = (
             "router_scaling_factor": "expert_weights_scale",
         },
         # a bias without a leaf in its name
-        tensors={"exp_probs_b": Held(name="mlp.expert_bias")},
+        tensors={"exp_probs_b": ConvertedTensor(name="mlp.expert_bias")},
         bias_keys=ATTENTION_BIAS,
         constants={**BY_SIGMOID, "expert_weights_norm": True},
         more_config=dense_first,

@@ -1,6 +1,6 @@
 """Names of norms and keys of metadata that several architectures share."""
 
-FREQUENCIES = "rope_freqs.weight"  # tensor of divisors of the frequencies of rotation
+FREQUENCIES = "rope_freqs.weight"  # tensor of RoPE's frequency divisors
 # GGUF's name of a norm -> the family's, below the layer
 BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 AFTER = {

@@ -14,7 +14,7 @@ from formats.gguf.writing.container_writer import Value
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _HEADS, _KV_HEADS = "attention.head_count", "attention.head_count_kv"
 _ROTATED, _ROTATED_LOCAL = "rope.dimension_count", "rope.dimension_count_swa"
-# heads of each kind of layer; a file omits a kind that no layer has
+# heads of each layer type; a file omits a type that no layer has
 _BY_KIND = ("num_attention_heads", "num_sliding_attention_heads")
 _BY_KIND += ("num_global_attention_heads", "num_local_attention_heads")
 # config.json key -> metadata: limits by layer of what activations give; 0: none
@@ -22,7 +22,7 @@ _LIMITS = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_
 
 
 def _heads(metadata: Any, kinds: list[str]) -> dict[str, int]:
-    """Return the number of heads of each kind of layer. Raises CheckpointError if it varies."""
+    """Return the number of heads of each layer type. Raises CheckpointError if it varies."""
     found: dict[str, int] = {}
     stated = by_layer(metadata, _HEADS, len(kinds))
     for kind, heads in zip(kinds, stated, strict=True):
@@ -50,7 +50,7 @@ def _limits(metadata: Any, count: int) -> dict[str, list[float]]:
 
 
 def _config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return heads by kind of layer, layers with experts, and limits. Raises CheckpointError."""
+    """Return heads by layer type, layers with experts, and limits. Raises CheckpointError."""
     count, kinds = config["num_hidden_layers"], config["layer_types"]
     heads = _heads(metadata, kinds)
     has_own = metadata.get(_KV_HEADS) is not None
@@ -70,7 +70,7 @@ def _config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_config(metadata: Any) -> dict[str, Any]:
-    """Return the rotation of each kind of layer. Raises CheckpointError.
+    """Return the RoPE parameters of each layer type. Raises CheckpointError.
 
     As in llama.cpp, layers without a window rotate half of `rope.dimension_count`, and the first
     divisors are theirs.
@@ -81,7 +81,7 @@ def _rope_config(metadata: Any) -> dict[str, Any]:
     for key, each in ((_ROTATED, rotated), (_ROTATED_LOCAL, local)):
         if not 0 < each <= width or each % 2:
             raise metadata.wrong(
-                key, f"expected a rotation of 2 to {width} channels of a head, found {each}"
+                key, f"expected RoPE on 2 to {width} channels of a head, found {each}"
             )
     kind = metadata.get("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
@@ -121,7 +121,7 @@ def _scaling(metadata: Any, theta: float, rotated: int, local: int) -> dict[str,
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the rotation of each kind of layer; published files state it by layer."""
+    """Return the RoPE parameters of each layer type; published files state them by layer."""
     kinds, stated = config["layer_types"], config.get("rope_parameters") or {}
     if all(isinstance(stated.get(kind), Mapping) for kind in kinds):
         return {kind: stated[kind] for kind in kinds}
@@ -155,7 +155,7 @@ def _divisors(rope: Mapping[str, Any], theta: float, rotated: int) -> list[float
 
 
 def _rope_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return channels that rotate, bases and divisors. Raises CheckpointError."""
+    """Return RoPE channels, bases and divisors. Raises CheckpointError."""
     ropes, width = _ropes(config), config["head_dim"]
     full = ropes.get(_FULL) or ropes[_SLIDING]
     local = ropes.get(_SLIDING) or full

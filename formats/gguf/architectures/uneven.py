@@ -13,13 +13,13 @@ _SLIDING = "sliding_attention"
 
 
 def sparse_layers(metadata: Any, count: int) -> list[str]:
-    """Return the kinds of feed-forwards: layers with a router have experts."""
+    """Return the type of each layer's feed-forward: layers with a router have experts."""
     routers = (f"blk.{layer}.ffn_gate_inp.weight" for layer in range(count))
     return ["sparse" if each in metadata.gguf.tensors else "dense" for each in routers]
 
 
 def _mimo_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return MiMo-V2's KV heads, kinds of layers, and one rotation with two bases.
+    """Return MiMo-V2's KV heads and layer types, and RoPE parameters that differ in the base.
 
     Raises CheckpointError unless layers with a window have twice as many KV heads as others.
     """
@@ -50,7 +50,7 @@ def _mimo_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mimo_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return MiMo-V2's KV heads by layer. Raises CheckpointError for other rotations."""
+    """Return MiMo-V2's KV heads by layer. Raises CheckpointError for other RoPE parameters."""
     ropes = config.get("rope_parameters") or {}
     kinds = {(each.get("rope_type"), each.get("partial_rotary_factor")) for each in ropes.values()}
     if len(kinds) != 1 or kinds.pop()[0] != "default":
@@ -78,7 +78,7 @@ def _laguna_gating(metadata: Any) -> Mapping[str, Any]:
 
 
 def _laguna_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Laguna's heads and kinds of layers, and the rotation of each kind."""
+    """Return Laguna's heads and layer types, and the RoPE parameters of each type."""
     count, theta = config["num_hidden_layers"], config["rope_theta"]
     kinds, every = config["layer_types"], metadata.get("attention.sliding_window_pattern")
     if config["sliding_window"] and not isinstance(every, list | bool):
@@ -111,9 +111,9 @@ def _laguna_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _laguna_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Laguna's heads by layer, layers without experts, and channels that rotate.
+    """Return Laguna's heads by layer, layers without experts, and RoPE channels.
 
-    Raises CheckpointError for a rotation that llama.cpp does not compute.
+    Raises CheckpointError for RoPE that llama.cpp does not compute.
     """
     ropes = config.get("rope_parameters") or {}
     full, local = ropes.get("full_attention", {}), ropes.get(_SLIDING, {})

@@ -2,7 +2,7 @@
 
 This is llama.cpp's architecture deepseek2. A quantized kv_b_proj keeps its codes in one tensor,
 attn_kv_b, as in older files: the keys are stored transposed in the two-tensor form and would need
-other codes. Legend: H heads, L latent, P width of keys without rotation, V width of values.
+other codes. Legend: H heads, L latent, P width of keys without RoPE, V width of values.
 """
 
 from collections.abc import Mapping

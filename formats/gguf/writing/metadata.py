@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.family import Family
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.divisors import ORIGINAL, llama3_divisors
@@ -154,7 +154,7 @@ def metadata_of(
 def check_states(file: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the metadata of a file give another config.json than `config`."""
     metadata = Metadata(read_gguf(file))
-    read = usual_config(make_config(metadata))
+    read = canonical_config(make_config(metadata))
     left_out = {*NOT_COMPARED, *metadata.architecture.uncompared}
     layers = range(config["num_hidden_layers"])
     interval = read.get("no_rope_layer_interval")

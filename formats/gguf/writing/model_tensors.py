@@ -3,7 +3,7 @@
 import torch
 
 from formats.errors import CheckpointError
-from formats.gguf.architectures.held import Held
+from formats.gguf.architectures.converted import ConvertedTensor
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.names import (
     BOTH_UP,
@@ -16,8 +16,8 @@ from formats.gguf.names import (
     stream_names,
 )
 from formats.gguf.writing.container_writer import NewTensor, Value
+from formats.gguf.writing.converted_tensors import converted_tensors, halves
 from formats.gguf.writing.fused import fused_names, fused_tensors, is_fused
-from formats.gguf.writing.held_tensors import halves, held_tensors
 from formats.gguf.writing.metadata import REMEDY, head_width, num_experts
 from formats.gguf.writing.tensor_maker import TensorMaker
 
@@ -80,14 +80,16 @@ class ModelTensors:
     def _layer(self, number: int) -> list[NewTensor]:
         family, found = self._family, []
         prefix, stem = family.layer.format(i=number), f"blk.{number}"
-        held = {each.name for each in self._row.tensors.values() if isinstance(each, Held)}
+        converted = {
+            each.name for each in self._row.tensors.values() if isinstance(each, ConvertedTensor)
+        }
         single = {
             **self._row.norms,
             **linear_names(family, self._row, family.has_state(number, self._reader.config)),
             **other_names(family, ""),
         }
         for theirs, ours in single.items():
-            if ours in held or f"{ours}.weight" in held:
+            if ours in converted or f"{ours}.weight" in converted:
                 continue
             if theirs == BOTH_UP and self.is_split:
                 if family.has_state(number, self._reader.config):
@@ -99,8 +101,8 @@ class ModelTensors:
         if self._row.fills_shared_layers and not has_keys:
             found += self._zero_keys(stem)
         for theirs, ours in self._row.tensors.items():
-            if isinstance(ours, Held):
-                found += held_tensors(self._maker, stem, theirs, f"{prefix}.{ours.name}", ours)
+            if isinstance(ours, ConvertedTensor):
+                found += converted_tensors(self._maker, stem, theirs, f"{prefix}.{ours.name}", ours)
             elif f"{prefix}.{ours}" in self._reader:
                 found.append(self._maker.floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"]))
         return found + self._experts(stem, prefix)

@@ -1,0 +1,1 @@
+"""Paged attention that adds in the same order in any batch (`--batch-invariant`)."""

@@ -1,0 +1,1 @@
+"""Paged attention over KV pages of 4 bits."""

@@ -1,4 +1,4 @@
-"""4-bit codes of keys and values, defined in plain torch: rotation of keys, rounding, packing.
+"""4-bit codes of keys and values in plain torch: Hadamard rotation of keys, rounding, packing.
 
 Legend: T tokens, J KV heads, D head dim.
 
@@ -38,7 +38,7 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Return the rotation in float32, adding in the kernel's order: pairs, pairs of pairs, ..."""
+    """Return x times the Hadamard matrix, in the kernel's order of sums: pairs, pairs of pairs."""
     D, y = x.shape[-1], x.float()
     apart = 1
     while apart < D:

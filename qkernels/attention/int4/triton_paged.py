@@ -133,7 +133,7 @@ def paged_attention_4bit(
             v_pair = v_pairs + page * stride_vsp + (key % B) * stride_vsb
             score = _half_scores(q_low, sum_low, k & 15, k_pair, None)
             score += _half_scores(q_high, sum_high, k >> 4, k_pair + 2, None)
-            score = _bent(score, scale, cap_log2, slope, key, position, SOFT_CAP)
+            score = _cap_and_bias(score, scale, cap_log2, slope, key, position, SOFT_CAP)
             new_largest = tl.maximum(largest, tl.max(score, 1))
             weight = tl.exp2(score - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
@@ -156,7 +156,7 @@ def paged_attention_4bit(
         v_pair = v_pairs + page * stride_vsp + (key % B) * stride_vsb
         score = _half_scores(q_low, sum_low, k & 15, k_pair, exists)
         score += _half_scores(q_high, sum_high, k >> 4, k_pair + 2, exists)
-        score = _bent(score, scale, cap_log2, slope, key, position, SOFT_CAP)
+        score = _cap_and_bias(score, scale, cap_log2, slope, key, position, SOFT_CAP)
         visible = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible &= key[None, :] > position[:, None] - WINDOW
@@ -209,7 +209,7 @@ def _half_scores(q, q_sum, nibbles, pairs, exists):
 
 
 @triton.jit
-def _bent(score, scale, cap_log2, slope, key, position, SOFT_CAP: tl.constexpr):
+def _cap_and_bias(score, scale, cap_log2, slope, key, position, SOFT_CAP: tl.constexpr):
     """Scale scores to base-2 logarithms; apply the soft cap; add slope times distance (ALiBi)."""
     score *= scale
     if SOFT_CAP:  # cap * tanh(score), where exp2 may be 0 or infinite

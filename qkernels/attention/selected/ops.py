@@ -7,7 +7,7 @@ numbers of the indexer's keys. P: pages. B: tokens of a page. X: pages of a bloc
 of keys. S: selected blocks.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,10 +15,18 @@ from qkernels import dispatch
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.ops import paged_attention
 from qkernels.attention.rows import BLOCK_SCORES
-from qkernels.attention.selected.cache import SelectedBlocks
 from qkernels.attention.selected.order import highest_places, rows_and_positions, rows_of_block
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedBlocks:
+    """Pages of the blocks that each row sees, by position; each KV head has its own."""
+
+    tables_JTX: torch.Tensor  # int32; pages beyond a row's count are 0
+    # int32: keys in these pages that a row sees; 0 for rows that belong to no request
+    counts_JT: torch.Tensor
 
 
 def select_blocks(

@@ -8,7 +8,7 @@ import torch
 
 from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from qkernels.latent.triton_latent import latent_attention
 
 

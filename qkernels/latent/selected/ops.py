@@ -19,8 +19,8 @@ from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents, is_aligned
-from qkernels.latent.selected.cache import SelectedKeys
 from qkernels.latent.selected.select import highest
+from qkernels.latent.selected.selected_keys import SelectedKeys
 
 
 def write_index_keys_(k_TD: torch.Tensor, keys_PBD: torch.Tensor, slots_T: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ Legend: see latent/selected/ops.py; N some rows.
 import torch
 
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 
 MAX_ENTRIES = 2**15  # entries that are gathered together
 

@@ -99,5 +99,7 @@ def start(engine: EngineConfig, input_len: int, cache: str) -> dict[str, Any]:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(engine.model, f"did not start: {last}")
+        raise InputError(
+            engine.model, f"did not start: {last}", "run `qserve generate` with it to see its log"
+        )
     return {"started": started, **json.loads(done.stdout.strip().splitlines()[-1])}

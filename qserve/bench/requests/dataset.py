@@ -189,7 +189,9 @@ READERS: dict[
 def _path(settings: DatasetSettings) -> str:
     if settings.dataset_path is None:
         raise InputError(
-            "--dataset-path", f"requires the file of the data set {settings.dataset_name}"
+            "--dataset-path",
+            f"is missing: --dataset-name {settings.dataset_name} reads a file",
+            "add the path of the file",
         )
     return settings.dataset_path
 

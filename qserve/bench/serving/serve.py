@@ -166,7 +166,11 @@ async def _warm_up(
         end = time.monotonic() + settings.ready_check_timeout_sec
         while (record := await client.send(samples[0], bodies[0])).error:
             if time.monotonic() >= end:
-                raise InputError(settings.url, f"completed no request: {record.error}")
+                raise InputError(
+                    settings.url,
+                    f"completed no request: {record.error}",
+                    "check the server's log, or raise --ready-check-timeout-sec",
+                )
             await asyncio.sleep(READY_PAUSE)
     if settings.num_warmups:
         limit = asyncio.Semaphore(settings.max_concurrency or settings.num_warmups)

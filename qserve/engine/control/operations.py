@@ -161,6 +161,7 @@ class Operations:
                 "weight updates",
                 "are not supported with --kv-transfer-config: engines with different weights would"
                 " exchange KV pages",
+                "start the server without --kv-transfer-config",
             )
         if self._model.vision is not None:
             raise InputError(

@@ -176,6 +176,8 @@ def _load(path: str) -> type[Policy]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise InputError(
-            FLAG, f"{path!r} is not a subclass of {Policy.__module__}.{Policy.__qualname__}"
+            FLAG,
+            f"{path!r} is not a subclass of {Policy.__module__}.{Policy.__qualname__}",
+            "derive the class from it",
         )
     return kind

@@ -24,14 +24,14 @@ import torch
 
 from formats.errors import InputError
 from qkernels import ops
-from qkernels.attention.selected.cache import IndexedKv
-from qkernels.attention.selected.order import MAX_BYTES
+from qkernels.attention.cache import PagedKv
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput
 from qkernels.warm_up import decode_boundaries
 from qserve.model.blocks.attention import Attention, PagedKvSpec, StepInputs, announce_written
+from qserve.model.blocks.indexed_cache import IndexedPages, IndexedSpec
 from qserve.model.blocks.linear import (
     FLOAT_PLAN,
     Linear,
@@ -42,58 +42,40 @@ from qserve.model.blocks.linear import (
 )
 from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
-from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
+from qserve.model.cache_spec import KvFormat, StepLimits, WarmUpShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedKvSpec(CacheSpec):
+class IndexedKvSpec(IndexedSpec):
     """Cache spec: keys and values of this rank's KV heads, and all of an indexer's keys."""
 
-    kv: PagedKvSpec
-    width: int  # D
-    dtype: torch.dtype  # of the indexer's keys, the same as of activations
-    most_keys: int  # maximum number of keys that a query attends to
-
-    def make(self, num_pages: int, num_slots: int, device: torch.device) -> IndexedKv:
-        shape = num_pages, self.kv.page_size, self.width
-        return IndexedKv(
-            kv=self.kv.make(num_pages, num_slots, device),
-            keys_PBD=torch.zeros(shape, dtype=self.dtype, device=device),
-        )
+    pages: PagedKvSpec
 
     @property
     def heads_axis(self) -> int:
-        return self.kv.heads_axis
+        return self.pages.heads_axis
 
     def heads_axes(self, count: int) -> tuple[int | None, ...]:
         """Return the axis of each page tensor. The last one, of the indexer, is not sharded."""
-        return (*self.kv.heads_axes(count - 1), None)
+        return (*self.pages.heads_axes(count - 1), None)
 
-    @property
-    def bytes_to_come(self) -> int:
-        # the scores, their order in twice the bytes, and the workspace of topk
-        return self.kv.bytes_to_come + 7 * MAX_BYTES
-
-    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
-        self.kv.check_graphs(dtype, device)
-
-    def warm_up_shapes(
+    def selected_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
     ) -> Iterator[WarmUpShape]:
-        yield from self.kv.warm_up_shapes(limits, dtype, device)
-        page_element_size = self.kv.kv_format.dtype.itemsize
+        """Yield shapes of steps that launch every kernel of attention to selected blocks."""
+        page_element_size = self.pages.kv_format.dtype.itemsize
         # each row is a request of the kernel, with the keys of its blocks
         boundaries = decode_boundaries(
             max_requests=limits.max_tokens,
             max_tokens=limits.max_tokens,
             max_context_len=self.most_keys,
-            page_size=self.kv.page_size,
-            head_dim=self.kv.head_dim,
+            page_size=self.page_size,
+            head_dim=self.pages.head_dim,
             element_size=dtype.itemsize,
             page_element_size=page_element_size,
             gluon=page_element_size < dtype.itemsize and lacks_arch(device, "sm_90") is None,
             num_kv_heads=1,
-            heads_per_kv_head=self.kv.num_heads // self.kv.num_kv_heads,
+            heads_per_kv_head=self.pages.num_heads // self.pages.num_kv_heads,
             window=None,
             sm_count=sm_count(device),
         )
@@ -146,7 +128,7 @@ class BlockIndexer(torch.nn.Module):
 class _Indexed:
     """Pages of one step with the indexer's queries, as `_attended` gets them."""
 
-    cache: IndexedKv
+    cache: IndexedPages[PagedKv]
     queries_TJD: torch.Tensor
 
 
@@ -159,8 +141,9 @@ class BlockAttention(Attention):
         self.indexer = indexer
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> IndexedKvSpec:
-        """Return the spec of the layer's pages. Raises InputError, also for pages of other sizes
-        than parts of blocks.
+        """Return the spec of the layer's pages.
+
+        Raises InputError if a block is not a whole number of pages.
         """
         block_size = self.indexer.block_size
         if block_size % page_size:
@@ -170,7 +153,8 @@ class BlockAttention(Attention):
                 "use a divisor of it",
             )
         return IndexedKvSpec(
-            kv=super().cache_spec(kv_format, page_size),
+            pages=super().cache_spec(kv_format, page_size),
+            page_size=page_size,
             width=self.indexer.width,
             dtype=self.indexer.dtype,
             most_keys=block_size * self.indexer.most,
@@ -187,7 +171,7 @@ class BlockAttention(Attention):
         return FLOAT_PLAN
 
     def forward(
-        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: IndexedKv
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: IndexedPages[PagedKv]
     ) -> LinearOutput:
         """Store the keys of the step's tokens [T, C], and attend to selected keys.
 
@@ -196,7 +180,7 @@ class BlockAttention(Attention):
         queries_TJD = self.indexer(x_TC, step, cache.keys_PBD)
         plan = self.qkv_proj.plan(x_TC.shape[0], self._qkv_consumer)
         x_TC = ops.in_form(x_TC, plan.input)
-        q, gate = self._written(x_TC, plan, step, cache.kv)
+        q, gate = self._written(x_TC, plan, step, cache.pages)
         announce_written(step, cache)
         return self._attended(q, gate, step, _Indexed(cache=cache, queries_TJD=queries_TJD))
 
@@ -204,7 +188,7 @@ class BlockAttention(Attention):
         self, q: torch.Tensor, step: StepInputs, cache: _Indexed, limbs: LimbForm | None
     ) -> Any:
         """Return the attention output [T, H, D], or its limbs."""
-        kv, indexer = cache.cache.kv, self.indexer
+        kv, indexer = cache.cache.pages, self.indexer
         if step.max_context_len <= indexer.most * indexer.block_size:
             return super()._scored(q, step, kv, limbs)
         selected = ops.select_blocks(

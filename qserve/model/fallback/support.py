@@ -55,7 +55,11 @@ def model_class(config: Mapping[str, Any]) -> type:
     try:
         cls = getattr(transformers, name)
     except Exception as error:  # from imports that the class needs
-        raise InputError(SUBJECT, f"{name} cannot be imported: {one_line(error)}") from None
+        raise InputError(
+            SUBJECT,
+            f"{name} cannot be imported from transformers: {one_line(error)}",
+            "install the package that is missing",
+        ) from None
     problem = ""
     if not getattr(cls, "_supports_attention_backend", False):
         problem = "does not call attention through transformers' attention interface"
@@ -87,7 +91,11 @@ def config_of(cls: type, raw: Mapping[str, Any]) -> Any:
     try:
         return cls.config_class.from_dict(json.loads(json.dumps(plain)))
     except Exception as error:  # config classes do not document their exceptions
-        raise InputError("config.json", f"transformers rejects it: {one_line(error)}") from None
+        raise InputError(
+            "config.json",
+            f"transformers rejects it: {one_line(error)}",
+            "copy config.json from the original model",
+        ) from None
 
 
 def family_for(raw: Mapping[str, Any]) -> Family:

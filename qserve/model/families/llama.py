@@ -30,7 +30,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights, **attention: Any) -> Layer:
-    """Build a layer. `attention`: more arguments of Attention."""
+    """Build a layer. `attention`: additional arguments of build_attention."""
     first, second, *_ = (norm.name for norm in config.family.norms)  # the others are heads'
     return Layer(
         attention_norm=build_norm(config, weights, first),
@@ -51,7 +51,7 @@ def build_attention(
     block: type[Attention] = Attention,
     **different: Any,
 ) -> Attention:
-    """Build a block of attention. `different`: more arguments of it."""
+    """Build attention of the class `block`. `different`: additional arguments of the class."""
     orders = None
     if config.family.qkv.by_head:
         orders = {config.family.qkv.name: weights.tp_plan.rows_by_head()}

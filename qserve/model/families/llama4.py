@@ -1,7 +1,7 @@
 """Llama 4 (text).
 
 Layers with rotary embedding attend only within their chunk of positions, and norm queries and keys
-after the rotation. The other layers attend to all keys, with queries scaled by the logarithm of
+after RoPE. The other layers attend to all keys, with queries scaled by the logarithm of
 their position. Each token has one routed expert, whose input is multiplied by the routing weight.
 
 The family's row has the layers with rotary embedding and those with experts.

@@ -39,7 +39,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_attention(config: ModelConfig, weights: LayerWeights, **parts: Any) -> UnevenAttention:
-    """Build attention. `config`: the config of this layer. `parts`: more arguments."""
+    """Build attention. `config`: this layer's config. `parts`: additional arguments."""
     family, values = config.family, config.values
     return UnevenAttention(
         config,

@@ -281,6 +281,10 @@ def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> E
         parts = [cut.tensor(weights.tensor(f"{n}.weight", shape)) for (n, shape), cut in members]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     if not all(quantized):
-        raise CheckpointError(", ".join(places), "only some of these are quantized")
+        raise CheckpointError(
+            ", ".join(places),
+            "run as one matrix, but only some of them are quantized",
+            "quantize all of them, or none",
+        )
     parts = [cut.weight(weights.source.weight(n, shape), n) for (n, shape), cut in members]
     return merge(parts, next(iter(places))) if len(parts) > 1 else parts[0]

@@ -1,6 +1,6 @@
 """Creates the absorbed float matrices of latent attention, and indexers.
 
-H: heads of this rank. P: width of a query's part without rotation. L: width of a latent. V: width
+H: heads of this rank. P: width of a query's part without RoPE. L: width of a latent. V: width
 of a value.
 """
 

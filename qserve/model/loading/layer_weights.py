@@ -421,7 +421,10 @@ class LayerWeights:
         }
 
     def kind_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a float tensor that layers of this layer's type have. `dtype`: None: usual."""
+        """Return a float tensor that layers of this layer's type have.
+
+        Without `dtype`, it has the dtype of the model.
+        """
         weights = self._weights
         shapes = self._family.tensors_of_kind(weights.config.values, self.number)
         stored = self._dequantized(name, weights.shape(shapes[name]))

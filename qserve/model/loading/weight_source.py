@@ -24,6 +24,7 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
+from formats.quant_config import COPY_BLOCK
 from formats.scheme import Scheme
 from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
@@ -33,6 +34,7 @@ from qserve.model.model_config import ModelConfig
 
 # Layout and fields of linears in whose tensors each row belongs to one output.
 COMPRESSED = "compressed-tensors"
+OTHER_CONFIG = "copy config.json from the checkpoint that has these weights"
 BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
 CODES_AT_ONCE = 1 << 26  # codes of the linears that are decoded together, up to 5 bytes each
 
@@ -77,11 +79,17 @@ class WeightSource:
             dense = self._dense(module, shape)
             return dense if rows is None else dense[list(rows)]
         if name not in self.reader:
-            raise CheckpointError(name, f"is missing from {origin(self.reader.folder)}")
+            raise CheckpointError(
+                name,
+                f"is missing from {origin(self.reader.folder)}",
+                "the checkpoint is incomplete, or config.json is another model's",
+            )
         found = self.reader.entries[name].shape
         if found != shape:
             raise CheckpointError(
-                name, f"expected {list(shape)} from config.json, found {list(found)}"
+                name,
+                f"expected {list(shape)} from config.json, found {list(found)}",
+                OTHER_CONFIG,
             )
         self._used.add(name)
         if rows is not None and self.digests is None:
@@ -268,7 +276,9 @@ class WeightSource:
         """
         if self.quant is None:
             raise CheckpointError(
-                module, "has quantized tensors such as qweight, but no quantization_config"
+                module,
+                "has quantized tensors such as qweight, but config.json has no quantization_config",
+                COPY_BLOCK,
             )
         names = tensor_names(module, layout_of(self.quant), self.reader.entries)
         self._used.update(names.values())
@@ -365,5 +375,5 @@ class WeightSource:
 def _check_shape(module: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if found != tuple(expected):
         raise CheckpointError(
-            module, f"expected {list(expected)} from config.json, found {list(found)}"
+            module, f"expected {list(expected)} from config.json, found {list(found)}", OTHER_CONFIG
         )

@@ -310,7 +310,9 @@ class Weights:
             return self.float_linear(torch.cat(weights), self._biases(members), tuple(names))
         if not all(self.source.stays_in_float(name) for name in rest):
             raise CheckpointError(
-                ", ".join(names), f"only {', '.join(sorted(quantized))} of this group is quantized"
+                ", ".join(names),
+                f"run as one matrix, but only {', '.join(sorted(quantized))} is quantized",
+                "quantize all of them, or none",
             )
         if not rest:
             layers = [

@@ -122,4 +122,8 @@ def _check_same(running: ModelConfig, found: ModelConfig, folder: str) -> None:
                 "start another server for another model",
             )
     if running.sizes != found.sizes:
-        raise InputError(f"{folder}/config.json", "its shapes are not the running model's")
+        raise InputError(
+            f"{folder}/config.json",
+            "its shapes are not the running model's",
+            "start another server for another model",
+        )

@@ -136,7 +136,9 @@ def _keys_of(flag: str, file: str) -> list[str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeError) as error:
-        raise InputError(flag, f"{path} cannot be read: {one_line(error)}") from error
+        raise InputError(
+            flag, f"{path} cannot be read: {one_line(error)}", "name a text file that you may read"
+        ) from error
     found = [line for line in lines if line.strip() and not line.startswith("#")]
     if not found:
         raise InputError(flag, f"{path} contains no key", "write one key per line")

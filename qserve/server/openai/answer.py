@@ -49,7 +49,7 @@ class PreparedRequest:
 
     request: Request
     service: Service
-    client: str  # tenant, see http/clients.py
+    client: str  # client_key of http/clients.py
     job: Job
     headers: dict[str, str]  # headers of the reply
 

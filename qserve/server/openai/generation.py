@@ -1,6 +1,7 @@
 """Runs a job: one engine request per choice, and yields the text as it arrives.
 
-`client` is the tenant of the job. If a generator is closed early, its engine requests are aborted.
+`client` is the job's client_key (http/clients.py). If a generator is closed early, its engine
+requests are aborted.
 """
 
 import asyncio

@@ -185,6 +185,7 @@ def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagl
         raise InputError(
             str(weights.folder.folder),
             "has both a norm per auxiliary hidden state and a norm for all of them",
+            "set norm_before_fc to false in its config.json, or remove the other norms",
         )
     head = Eagle3Head(
         config,

@@ -162,6 +162,7 @@ class HeadWeights:
                     f"{self.folder.folder}: {names.TO_TARGET}",
                     f"is missing, but the draft vocabulary has {config.draft_vocab_size} tokens and"
                     f" the model's {config.vocab_size}",
+                    "use a head whose files are complete",
                 )
             return None
         stored = self.folder.stored(names.TO_TARGET)
@@ -176,7 +177,9 @@ class HeadWeights:
             )
         if len(ids_U.unique()) != len(ids_U):
             raise CheckpointError(
-                f"{self.folder.folder}: {stored}", "maps several draft ids to one token"
+                f"{self.folder.folder}: {stored}",
+                "maps several draft ids to one token",
+                "it must contain the offset to add to each draft id",
             )
         return ids_U
 

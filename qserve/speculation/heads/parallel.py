@@ -120,5 +120,6 @@ def _mask(weights: HeadWeights, config: EagleConfig) -> torch.Tensor:
         raise CheckpointError(
             f"{weights.folder.folder}: {names.MASK_HIDDEN}",
             f"expected {size} numbers, found {len(mask_F)}",
+            "use a head that was trained for this model",
         )
     return mask_F

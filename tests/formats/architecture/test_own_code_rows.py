@@ -5,7 +5,7 @@ import math
 import pytest
 
 from formats.architecture.sizes import size
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.families import FAMILIES
 
 # billions of parameters; architecture; config.json as published, only its sizes
@@ -48,7 +48,7 @@ def test_parameter_counts_equal_published_counts(name):
     config |= {"architectures": [architecture], **MORE.get(name, {})}
     model_type = {"OrionForCausalLM": "orion"}.get(architecture)
     config["model_type"] = model_type or FAMILIES[architecture].model_type
-    config = usual_config(config)
+    config = canonical_config(config)
     family = FAMILIES[config["architectures"][0]].variant(config)
     sizes = family.sizes(config)
     shapes = family.tensors(config).values()

@@ -13,7 +13,7 @@ import transformers
 
 from calibrate.gguf_file import quantize_to_gguf
 from formats.architecture.rows.own_code import OWN_CODE_DENSE, OWN_CODE_MIXTURES
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
@@ -299,7 +299,7 @@ def test_variant_unsupported_by_llama_cpp_is_refused(family, different, words):
         different = {"rope_parameters": {**usual["rope_parameters"], **different}}
     config = json.loads(make(**{**known, **usual, **different}).to_json_string(use_diff=False))
     names = [name for name, row in FAMILIES.items() if row.model_type == config["model_type"]]
-    config = usual_config({**config, "architectures": names[:1]})
+    config = canonical_config({**config, "architectures": names[:1]})
     with pytest.raises(InputError, match=words):
         metadata_of(config, *family_of(config), "model")
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from calibrate.gguf_file import quantize_to_gguf
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.gguf.architectures.held import Order
+from formats.gguf.architectures.converted import Order
 from formats.gguf.container import read_gguf
 from formats.gguf.row_moves import from_file, to_file
 from formats.gguf.writing.export import export_gguf

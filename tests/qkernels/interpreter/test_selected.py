@@ -11,7 +11,7 @@ from qkernels.attention.selected import reference as block_reference
 from qkernels.attention.selected import triton_scores as block_kernel
 from qkernels.attention.selected.order import rows_and_positions
 from qkernels.latent.selected import triton_scores
-from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.selected_case import selected_case
 

@@ -16,12 +16,12 @@ from qkernels.collective.config import (
     MAX_RANKS,
     MIB,
     Limits,
+    algorithm_for,
     limits,
     rows_layouts,
     shard_elements,
-    way,
 )
-from qkernels.collective.ops import fuses, way_to_reduce
+from qkernels.collective.ops import all_reduce_algorithm, fuses
 from qkernels.collective.peer_memory import (
     PeerAccessError,
     agreed,
@@ -45,7 +45,7 @@ def make_peers(ranks: int = 2, channels: int = 1024) -> Peers:
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
 def test_number_of_shots_grows_with_message_size(ranks):
-    found = [way(size, limits(ranks)) for size in range(0, 64 * MIB, 64 * KIB)]
+    found = [algorithm_for(size, limits(ranks)) for size in range(0, 64 * MIB, 64 * KIB)]
     order = ["one_shot", "two_shot", None]
     assert found == sorted(found, key=order.index) and set(found) == set(order)
 
@@ -57,9 +57,9 @@ def test_size_limits_shrink_with_ranks():
 
 
 def test_size_limit_is_inclusive():
-    assert way(SMALL.one_shot, SMALL) == "one_shot"
-    assert way(SMALL.one_shot + 1, SMALL) == "two_shot"
-    assert way(SMALL.two_shot + 1, SMALL) is None
+    assert algorithm_for(SMALL.one_shot, SMALL) == "one_shot"
+    assert algorithm_for(SMALL.one_shot + 1, SMALL) == "two_shot"
+    assert algorithm_for(SMALL.two_shot + 1, SMALL) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -124,7 +124,7 @@ def test_arguments_are_checked():
     peers = make_peers()
     x = torch.zeros(2, 1024, dtype=torch.float16)
     too_large = torch.zeros(SMALL.two_shot // 2 + 1, dtype=torch.float16)
-    assert way_to_reduce(too_large, peers) is None
+    assert all_reduce_algorithm(too_large, peers) is None
     with pytest.raises(KernelError, match=f"at most {SMALL.two_shot} bytes"):
         ops.all_reduce(too_large, peers)
     with pytest.raises(KernelError, match="residual: expected .2, 1024."):
@@ -145,7 +145,7 @@ def test_reference_rounds_once():
 def test_warm_up_rows_reach_every_method():
     of = LIMITS[2]
     rows = sum_boundaries(of, 8192, 2)
-    assert {way(M * 8192 * 2, of) for M in rows} == {"one_shot", "two_shot", None}
+    assert {algorithm_for(M * 8192 * 2, of) for M in rows} == {"one_shot", "two_shot", None}
     assert 5 in rows and of.rows + 1 in rows
 
 

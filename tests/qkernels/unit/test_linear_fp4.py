@@ -50,7 +50,7 @@ def test_from_packed(kind):
     weight = random_fp4(kind, 16, 64)
     layer = QuantLinear.from_packed(weight)
     assert torch.equal(layer.dequantize(), weight.dequantize())
-    with pytest.raises(KernelError, match="off_grid: is for integer codes"):
+    with pytest.raises(KernelError, match="off_grid: expected integer codes"):
         layer.off_grid(weight.dequantize())
 
 

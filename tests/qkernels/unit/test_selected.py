@@ -9,7 +9,7 @@ from qkernels import ops
 from qkernels.attention.selected import order
 from qkernels.errors import KernelError
 from qkernels.latent.config import default_latent_config, selected_boundaries
-from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.selected_case import selected_case
 

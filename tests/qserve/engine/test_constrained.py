@@ -14,19 +14,19 @@ class Compiler:
     """One future for each grammar; notes what is cancelled."""
 
     def __init__(self, *arguments):
-        self.futures, self.tenants, self.cancelled = {}, [], []
+        self.futures, self.clients, self.cancelled = {}, [], []
 
-    def submit(self, grammar, tenant):
-        self.tenants.append(tenant)
+    def submit(self, grammar, client):
+        self.clients.append(client)
         return self.futures.setdefault(grammar, Future())
 
     def cancel(self, grammar):
         self.cancelled.append(grammar)
 
-    def constraint(self, compiled, tenant):
+    def constraint(self, compiled, client):
         if compiled == "large":
             raise InputError("structured_outputs", "takes all memory")
-        return f"{compiled} of {tenant}"
+        return f"{compiled} of {client}"
 
 
 class FakeRequest:
@@ -45,7 +45,7 @@ def test_grammar_is_cancelled_with_its_last_pending_request(waiting):
     first, second, other = FakeRequest("a", "one"), FakeRequest("a", "two"), FakeRequest("b")
     for request in (first, second, other):
         waiting.add(request)
-    assert waiting._compiler.tenants == ["one", "two", ""]
+    assert waiting._compiler.clients == ["one", "two", ""]
     assert waiting.remove(first) and waiting._compiler.cancelled == []
     assert waiting.remove(second) and waiting._compiler.cancelled == ["a"]
     assert not waiting.remove(second) and waiting.num_waiting == 1

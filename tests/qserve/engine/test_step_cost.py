@@ -154,7 +154,7 @@ def test_step_cost_is_linear_in_requests(params):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_waiting_requests_add_no_step_cost(policy):
-    """Until a tenant with nothing gets a slot, too."""
+    """Until a client with nothing gets a slot, too."""
     steps = PATIENCE + 3
     few, many = (lines_of(steps, 32, policy=policy, num_waiting=waiting) for waiting in (50, 1000))
     assert many <= SLACK * few

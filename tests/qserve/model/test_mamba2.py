@@ -151,5 +151,5 @@ def test_unknown_kind_of_layer_is_refused(tiny_model, tmp_path):
         config.update(hybrid_override_pattern="M*XM")
 
     folder = edited(tiny_model("nemotron_h"), tmp_path / "x", config=with_unknown)
-    with pytest.raises(CheckpointError, match="kind of layer 2: expected .*mlp, moe, found 'X'"):
+    with pytest.raises(CheckpointError, match="layer_types.2.: expected .*mlp, moe, found 'X'"):
         find_layer_map(CheckpointReader(folder).config)

@@ -121,5 +121,5 @@ def test_dynamic_beyond_the_trained_length_is_refused():
 def test_invalid_rope_numbers_raise_one_error(kind, numbers):
     parameters = {"rope_type": kind, "rope_theta": 1e4, **CASES[kind], **numbers}
     rope = RopeConfig.from_dict(parameters, dim=64, max_position=256)
-    with pytest.raises(InputError, match="rope_parameters: .* give no valid rotation"):
+    with pytest.raises(InputError, match="rope_parameters: .* give no valid rotary embedding"):
         cos_sin_table(rope, 256, torch.device("cpu"))

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from calibrate.pipeline import quantize_checkpoint
-from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.config import canonical_config
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
@@ -168,8 +168,8 @@ def test_masks_of_gpt_neox_are_not_read(tiny_model, tmp_path):
 def test_keys_of_gpt_get_their_usual_names(model_type, architecture, stated, expected):
     config = {"n_embd": 64, "n_head": 4, "n_layer": 3, **stated}
     config |= {"model_type": model_type, "architectures": [architecture]}
-    assert expected.items() <= usual_config(config).items()
-    assert usual_config({**config, "n_embd": 128})["hidden_size"] == 128
+    assert expected.items() <= canonical_config(config).items()
+    assert canonical_config({**config, "n_embd": 128})["hidden_size"] == 128
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_keys_of_gpt_get_their_usual_names(model_type, architecture, stated, exp
 )
 def test_falcon_states_its_heads_and_norms(stated, kv_heads, norms):
     config = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], **stated}
-    found = usual_config({**config, "hidden_size": 64, "num_attention_heads": 4})
+    found = canonical_config({**config, "hidden_size": 64, "num_attention_heads": 4})
     assert found["num_key_value_heads"] == kv_heads
     assert found["num_ln_in_parallel_attn"] == norms
     assert found["ffn_hidden_size"] == 256
@@ -203,7 +203,10 @@ def test_bloom_and_mpt_as_they_were_published(tiny_model, tmp_path):
     source = tiny_model("bloom")
     bloom = edited(source, tmp_path / "bloom", without_prefix, first_keys)
     assert relative(logits(bloom), of_transformers(source)) < 1e-5
-    assert usual_config(json.loads((bloom / "config.json").read_text()))["intermediate_size"] == 256
+    assert (
+        canonical_config(json.loads((bloom / "config.json").read_text()))["intermediate_size"]
+        == 256
+    )
     source = tiny_model("mpt")
     mpt = edited(
         source,
@@ -242,7 +245,7 @@ def test_experts_of_a_token_that_hunyuan_lists_by_layer(tiny_model, tmp_path):
 )
 def test_layers_of_ernie_without_experts(stated, dense):
     config = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], **stated}
-    found = usual_config({**config, "num_hidden_layers": 4, "moe_num_experts": 6})
+    found = canonical_config({**config, "num_hidden_layers": 4, "moe_num_experts": 6})
     assert (found["mlp_only_layers"], found["num_experts"]) == (dense, 6)
     theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, **stated)
     with torch.device("meta"):
@@ -256,7 +259,7 @@ def test_layers_of_ernie_without_experts(stated, dense):
 )
 def test_layers_of_llama_4_without_experts(stated):
     config = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], **stated}
-    found = usual_config({**config, "num_hidden_layers": 5})["mlp_only_layers"]
+    found = canonical_config({**config, "num_hidden_layers": 5})["mlp_only_layers"]
     theirs = transformers.Llama4TextConfig(num_hidden_layers=5, **stated)
     assert found == [i for i in range(5) if i not in theirs.moe_layers]
 
@@ -277,7 +280,7 @@ def test_heads_of_gemma_4(stated):
     theirs = transformers.Gemma4TextConfig(**stated)
     names = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
     for config in (stated, json.loads(theirs.to_json_string(use_diff=False))):
-        found = usual_config({**config, **names})
+        found = canonical_config({**config, **names})
         of_layer = theirs.per_layer_config[6]
         assert found["global_head_dim"] == of_layer.head_dim
         assert found["num_global_key_value_heads"] == of_layer.num_key_value_heads

@@ -143,8 +143,8 @@ def test_cache_is_bounded_in_bytes(compiler, monkeypatch):
     assert compiler.submit(regex("[a-c]{11}")).result() is made[-1], "the newest is kept"
 
 
-def test_grammars_in_use_are_bounded_for_each_tenant(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_USED_BYTES_PER_TENANT", 3 * MIB)
+def test_grammars_in_use_are_bounded_for_each_client(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_USED_BYTES_PER_CLIENT", 3 * MIB)
     monkeypatch.setattr(module, "SMALL_BYTES", MIB)
     grammars = [regex(f"(a{{500}}){{{n}}}") for n in (10, 11)]
     first, second = (compiler.submit(each).result(GUARD) for each in grammars)
@@ -157,7 +157,7 @@ def test_grammars_in_use_are_bounded_for_each_tenant(compiler, monkeypatch):
     compiler.constraint(small, "one")
     del held
     compiler.constraint(second, "one")
-    assert not compiler._used._by_tenant, "constraints that are gone count no more"
+    assert not compiler._used._by_client, "constraints that are gone count no more"
 
 
 class SlowSandbox:
@@ -177,7 +177,7 @@ class SlowSandbox:
         return self._run(params, is_wanted)
 
 
-def test_slow_grammars_of_one_tenant_do_not_delay_others(compiler, monkeypatch):
+def test_slow_grammars_of_one_client_do_not_delay_others(compiler, monkeypatch):
     slow = SlowSandbox(compiler, monkeypatch)
     theirs = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(20)]
     assert compiler.submit(regex("a+"), "victim").result(GUARD)
@@ -186,9 +186,9 @@ def test_slow_grammars_of_one_tenant_do_not_delay_others(compiler, monkeypatch):
     wait(theirs, GUARD)
 
 
-def test_tenants_alternate(compiler, monkeypatch):
+def test_clients_alternate(compiler, monkeypatch):
     slow = SlowSandbox(compiler, monkeypatch)
-    futures = [compiler.submit(regex(f"slow{n}"), f"tenant {n}") for n in range(3)]
+    futures = [compiler.submit(regex(f"slow{n}"), f"client {n}") for n in range(3)]
     until(lambda: len(slow.begun) == 3)  # all threads are busy
     taken, next_job = [], compiler.next_job
 
@@ -207,7 +207,7 @@ def test_tenants_alternate(compiler, monkeypatch):
     assert taken.count("many") == 9 and taken.index("few") <= 1, taken
 
 
-def test_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
+def test_grammar_that_is_being_compiled_is_compiled_once_for_all_clients(compiler, monkeypatch):
     slow = SlowSandbox(compiler, monkeypatch)
     first = compiler.submit(regex("slow"), "first")
     until(lambda: slow.begun == ["slow"])
@@ -228,8 +228,8 @@ def test_missing_descriptors_do_not_refuse_grammar(compiler, monkeypatch):
     assert compiler.submit(regex("ab+")).result(GUARD)
 
 
-def test_pending_grammars_per_tenant_are_limited(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 4)
+def test_pending_grammars_per_client_are_limited(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING_PER_CLIENT", 4)
     slow = SlowSandbox(compiler, monkeypatch)
     futures = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2)]
     until(lambda: len(slow.begun) == 2)

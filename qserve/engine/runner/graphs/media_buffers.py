@@ -1,4 +1,4 @@
-"""MediaBuffers: embeddings and rotations of captured steps with media, at fixed addresses.
+"""MediaBuffers: embeddings and rotary tables of captured steps with media, at fixed addresses.
 
 A graph with media starts from embeddings: embeddings of tokens and of media are combined before the
 graph runs. All graphs share the buffers.
@@ -57,9 +57,9 @@ class MediaBuffers:
         return replace(batch, embeds=embeds, row_ropes=ropes, is_media_T=media_T)
 
     def fill_(self, step: Batch, ropes: RowRopes | None, num_padded: int) -> None:
-        """Write a step's embeddings and rotations to the buffers.
+        """Write a step's embeddings and rotary tables to the buffers.
 
-        `ropes`: rotations of the step's rows. `num_padded`: tokens of its graph.
+        `ropes`: rotary tables of the step's rows. `num_padded`: tokens of its graph.
         """
         count = step.num_tokens
         self._rows_LTC[:, :num_padded] = 0

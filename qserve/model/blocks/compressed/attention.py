@@ -7,7 +7,7 @@ last tokens, queries of a layer see
 - the entries of all windows, if windows are long (heavily compressed attention);
 - the entries that an indexer selects, if windows are short (compressed sparse attention).
 
-A value keeps the rotation of its key; the result is rotated back by the query's position. Groups
+A value is the key after RoPE, so the result gets the inverse RoPE of the query's position. Groups
 of heads have a projection of low rank each, before the output projection. Written in plain torch.
 
 T: rows of the step. C: hidden size. Q: width of a query latent. H: heads. D: width of a head.

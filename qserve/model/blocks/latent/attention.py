@@ -15,7 +15,7 @@ Letters in names:
     T: tokens of the step
     C: hidden size
     H: heads
-    P: width of a query's part without rotation (q_n)
+    P: width of a query's part without RoPE (q_n)
     R: width of a query's rotated part (q_r)
     L: width of a latent
     V: width of a value
@@ -36,13 +36,14 @@ from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.latent.rows import SM90_DECODE
-from qkernels.latent.selected.cache import IndexedLatents, SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from qkernels.latent.sm90_decode_config import sm90_latent_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.operations import explain
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
 from qserve.model.blocks.gates import repeated
+from qserve.model.blocks.indexed_cache import IndexedPages
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.latent.indexer import IndexedLatentsSpec, Indexer, Selection
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
@@ -199,7 +200,7 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.indexer, self.selection, self.gates = indexer, selection, gates
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
-        # A table without rotation: one row with cosines 1 and sines 0, for all positions.
+        # A table that changes nothing: one row with cosines 1 and sines 0, for all positions.
         self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
         table = rotary.cos_sin.new_zeros(1, 2 * half)
         table[:, :half] = 1
@@ -223,12 +224,12 @@ class LatentAttention(torch.nn.Module):
         if self.indexer is None:
             return latents
         return IndexedLatentsSpec(
-            latents=latents,
+            pages=latents,
             heads=self.shape.heads,
             page_size=page_size,
             width=self.indexer.width,
             dtype=self.kv_norm.dtype,
-            most=self.indexer.most,
+            most_keys=self.indexer.most,
         )
 
     def products(self) -> Iterator[Product]:
@@ -260,7 +261,7 @@ class LatentAttention(torch.nn.Module):
         x_TC: LinearInput,
         plan: LinearPlan,
         step: StepInputs,
-        cache: PagedLatents | IndexedLatents,
+        cache: PagedLatents | IndexedPages[PagedLatents],
     ) -> LinearOutput:
         """Store the entries of the step's tokens [T, C]; attend to all tokens of their requests.
 
@@ -268,7 +269,7 @@ class LatentAttention(torch.nn.Module):
         """
         shape, read_TC, indexed = self.shape, x_TC, cache
         if self.indexer is not None:
-            cache = indexed.latents
+            cache = indexed.pages
         if self._has_other_readers:
             plan = self.qkv_proj.plan(x_TC.shape[0])
             x_TC = ops.in_form(x_TC, plan.input)

@@ -24,59 +24,39 @@ import torch
 from torch.nn.functional import layer_norm
 
 from qkernels import ops
-from qkernels.attention.selected.order import MAX_BYTES
 from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.latent.config import selected_boundaries
-from qkernels.latent.selected.cache import IndexedLatents, SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from qkernels.operands.split_k import reduced
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.indexed_cache import IndexedSpec
 from qserve.model.blocks.linear import FloatLinear, Linear
 from qserve.model.blocks.rotary import Rotary
-from qserve.model.cache_spec import CacheSpec, SplitRule, StepLimits, WarmUpShape
+from qserve.model.cache_spec import SplitRule, StepLimits, WarmUpShape
 
 KEY_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedLatentsSpec(CacheSpec):
+class IndexedLatentsSpec(IndexedSpec):
     """Cache spec: latent entries and indexer keys of a layer. Every rank holds all of them."""
 
-    latents: CacheSpec
     heads: int  # attention heads on this rank
-    page_size: int
-    width: int  # D
-    dtype: torch.dtype  # of the indexer keys, the same as of activations
-    most: int  # maximum number of keys that a query attends to
-
-    def make(self, num_pages: int, num_slots: int, device: torch.device) -> IndexedLatents:
-        shape = num_pages, self.page_size, self.width
-        return IndexedLatents(
-            latents=self.latents.make(num_pages, num_slots, device),
-            keys_PBD=torch.zeros(shape, dtype=self.dtype, device=device),
-        )
 
     @property
     def split_rule(self) -> SplitRule | None:
-        return self.latents.split_rule
+        return self.pages.split_rule
 
-    @property
-    def bytes_to_come(self) -> int:
-        # the scores, their order in twice the bytes, and the workspace of topk
-        return self.latents.bytes_to_come + 7 * MAX_BYTES
-
-    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
-        self.latents.check_graphs(dtype, device)
-
-    def warm_up_shapes(
+    def selected_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
     ) -> Iterator[WarmUpShape]:
-        yield from self.latents.warm_up_shapes(limits, dtype, device)
+        """Yield shapes of steps that launch every kernel of attention to selected keys."""
         yield from selected_boundaries(
             heads=self.heads,
             element_size=dtype.itemsize,
             sm_count=sm_count(device),
             shared_bytes=shared_bytes(device),
-            most=self.most,
+            most=self.most_keys,
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,
         )

@@ -15,7 +15,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import LinearPlan
-from qserve.model.blocks.states.controlled import ControlledBlock
+from qserve.model.blocks.states.selective import SelectiveBlock
 from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
@@ -30,7 +30,7 @@ class Mamba1Shape:
     taps: int  # of the convolution
 
 
-class Mamba1(ControlledBlock):
+class Mamba1(SelectiveBlock):
     """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Mamba1(ControlledBlock):
         *,
         conv_bias: torch.Tensor | None = None,  # [I]
         a_log: torch.Tensor,  # float32 [I, N]
-        **parts: Any,  # arguments of ControlledBlock; in_proj outputs x and z
+        **parts: Any,  # arguments of SelectiveBlock; in_proj outputs x and z
     ) -> None:
         super().__init__(rank=shape.rank, state=shape.state, **parts)
         self.shape = shape
@@ -69,7 +69,7 @@ class Mamba1(ControlledBlock):
         x_TI = ops.causal_conv_(
             x_TI, self.conv_weight, self.conv_bias, cache.conv_PCL, rows, self.kernel
         )
-        dt_TI, b_TN, c_TN = self.controls(x_TI)
+        dt_TI, b_TN, c_TN = self.selection(x_TI)
         out_TI = ops.channel_scan_(
             x_TI,
             dt_TI,

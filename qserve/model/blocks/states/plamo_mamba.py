@@ -16,7 +16,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import LinearPlan
-from qserve.model.blocks.states.controlled import ControlledBlock
+from qserve.model.blocks.states.selective import SelectiveBlock
 from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
@@ -38,7 +38,7 @@ class PlamoMambaShape:
         return self.heads * self.head_dim
 
 
-class PlamoMamba(ControlledBlock):
+class PlamoMamba(SelectiveBlock):
     """The mixer of one layer: projections, convolution, state update and readout."""
 
     def __init__(
@@ -47,7 +47,7 @@ class PlamoMamba(ControlledBlock):
         *,
         a_log: torch.Tensor,  # float32 [heads]
         dt_bias: torch.Tensor,  # float32 [heads]
-        **parts: Any,  # arguments of ControlledBlock; in_proj outputs z of all heads, then x
+        **parts: Any,  # arguments of SelectiveBlock; in_proj outputs z of all heads, then x
     ) -> None:
         super().__init__(rank=shape.rank, state=shape.state, dt_last=True, **parts)
         self.shape = shape
@@ -75,7 +75,7 @@ class PlamoMamba(ControlledBlock):
         rows, inner = state_step(step), self.shape.inner
         z_TI, x_TI = reduced(self.in_proj(x_TC, plan)).split([inner, inner], 1)
         x_TI = ops.causal_conv_(x_TI, self.conv_weight, None, cache.conv_PCL, rows, self.kernel)
-        dt_TH, b_TN, c_TN = self.controls(x_TI)
+        dt_TH, b_TN, c_TN = self.selection(x_TI)
         out_THD = ops.selective_scan_(
             torch.cat([x_TI, b_TN, c_TN], 1),
             dt_TH,

@@ -53,4 +53,5 @@ def check_causal(config: ModelConfig) -> None:
         raise InputError(
             "config.json use_bidirectional_attention",
             "expected false, found true: a model of this kind does not generate text",
+            "serve a Gemma model that generates text",
         )

@@ -42,7 +42,10 @@ def build_mamba(
     shape: MambaShape | None = None,
     **different: Any,
 ) -> Mamba2:
-    """Build a Mamba-2 mixer. `shape`: None: from config.json. `different`: more arguments."""
+    """Build a Mamba-2 mixer. Without `shape`, its sizes are those of config.json.
+
+    `different`: additional arguments of Mamba2.
+    """
     family = config.family.state_mixer
     return Mamba2(
         shape or mamba_shape(config, weights),
@@ -59,7 +62,7 @@ def build_mamba(
 def mamba_shape(
     config: ModelConfig, weights: LayerWeights, step_limits: tuple[float, float] | None = None
 ) -> MambaShape:
-    """Return the mixer's sizes on this rank. `step_limits`: None: from config.json."""
+    """Return the mixer's sizes on this rank. Without `step_limits`, config.json states them."""
     values, shard = config.values, weights.state_shard
     least, most = step_limits or values["time_step_limit"] or (0.0, math.inf)
     return MambaShape(

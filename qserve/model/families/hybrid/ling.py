@@ -28,7 +28,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def lightning_rope(config: ModelConfig) -> RopeConfig | None:
-    """Return the rotation of lightning attention, which pairs halves of a part of each head."""
+    """Return the RoPE of lightning attention: a part of each head, in pairs of halves."""
     values = config.values
     if not values.get("linear_rope", True):
         return None

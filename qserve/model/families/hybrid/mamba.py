@@ -41,7 +41,7 @@ def build_mamba(
 ) -> Mamba1:
     """Build a Mamba-1 mixer. `norms`: weights of norms that the checkpoint does not store."""
     mixer = config.family.state_mixer
-    x_proj, dt_proj = mixer.controls
+    x_proj, dt_proj = mixer.selection
     return Mamba1(
         Mamba1Shape(
             channels=weights.state_shard.num_heads,

@@ -1,6 +1,6 @@
 """OLMo-Hybrid: gated delta nets, and attention in every fourth layer.
 
-Layers with attention are those of OLMo 3, without rotation in published files. Tokens write up to
+Layers with attention are those of OLMo 3, without RoPE in published files. Tokens write up to
 twice their value into the states of the nets (`linear_allow_neg_eigval`).
 """
 

@@ -25,7 +25,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 def build_mamba(config: ModelConfig, weights: LayerWeights) -> PlamoMamba:
     mixer, values = config.family.state_mixer, config.values
-    x_proj, dt_proj = mixer.controls
+    x_proj, dt_proj = mixer.selection
     return PlamoMamba(
         PlamoMambaShape(
             heads=weights.state_shard.num_heads,

@@ -44,7 +44,7 @@ def build_delta_net(
     eps: float | None = None,
     write_factor: float = 1.0,
 ) -> DeltaNet:
-    """`eps`: of the net's norm; None: that of the other norms."""
+    """Build a gated delta net. `eps` is that of its norm; without it, that of the other norms."""
     family = config.family.state_mixer
     return DeltaNet(
         delta_shape(config, weights),

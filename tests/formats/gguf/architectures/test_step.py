@@ -205,9 +205,9 @@ LIES = {
     "negative": ({"swiglu_clamp_shexp": -1.0}, None, "expected 4 numbers from 0 on"),
     "no number": ({"swiglu_clamp_exp": "x"}, None, "swiglu_clamp_exp: expected numbers"),
     "nan": ({"swiglu_clamp_exp": [0.0, float("nan"), 1.0, 1.0]}, None, "expected numbers"),
-    "rotation": ({"rope.dimension_count": 80}, None, "rope.dimension_count: expected a rotation"),
-    "odd": ({"rope.dimension_count": 30}, None, "expected a rotation of 2 to 32 .* found 15"),
-    "wide": ({"rope.dimension_count_swa": 34}, None, "dimension_count_swa: expected a rotation"),
+    "rotation": ({"rope.dimension_count": 80}, None, "rope.dimension_count: expected RoPE on"),
+    "odd": ({"rope.dimension_count": 30}, None, "expected RoPE on 2 to 32 .* found 15"),
+    "wide": ({"rope.dimension_count_swa": 34}, None, "dimension_count_swa: expected RoPE on"),
     "scaling": (
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
         None,

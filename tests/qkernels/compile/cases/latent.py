@@ -8,7 +8,7 @@ from qkernels.attention.selected import triton_scores as block_kernel
 from qkernels.gpu import device
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.selected import triton_scores
-from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.selected_keys import SelectedKeys
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import FP16, FP32, INT8, SM90, Case
 

@@ -10,7 +10,7 @@ import torch
 from formats.scheme import ActivationSpec
 from qkernels.collective import ops
 from qkernels.collective.channels import PeerLayout, Peers
-from qkernels.collective.config import KIB, Limits, Way
+from qkernels.collective.config import KIB, Algorithm, Limits
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials
@@ -36,7 +36,7 @@ def peers(ranks: int, C: int) -> Peers:
     return Peers(virtual_ranks(ranks, layout.num_bytes, torch.device("cpu"))[ranks // 2], layout)
 
 
-def all_reduce(ranks: int, how: Way, dtype: torch.dtype = torch.bfloat16) -> None:
+def all_reduce(ranks: int, how: Algorithm, dtype: torch.dtype = torch.bfloat16) -> None:
     ops.all_reduce(empty(3, 8192, dtype=dtype), peers(ranks, 8192), how)
 
 

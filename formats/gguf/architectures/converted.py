@@ -1,4 +1,6 @@
-"""Held: a tensor that GGUF files hold in another form, mostly of layers with states.
+"""ConvertedTensor: a tensor that GGUF files store in another form than the family's checkpoints.
+
+Most belong to layers with states, whose tensors llama.cpp reorders or transforms when it converts.
 
 Needs no torch.
 
@@ -33,18 +35,18 @@ class Order(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Tensor of a layer that GGUF files hold in another form than the family's checkpoints."""
+class ConvertedTensor:
+    """How a GGUF file stores one tensor of a layer, and its name in the family's checkpoints."""
 
     name: str  # the family's name, below the layer
     # column: [N] is [N, 1]; taps: [N, 1, K] is [N, K]; wide_taps: it is [1, N, 1, K];
     # groups: [N] is [groups, N / groups]; heads: [1, 1, N, 1] is [N, 1]
     shape: Literal["", "column", "taps", "wide_taps", "groups", "heads"] = ""
-    exponent: bool = False  # files hold -exp(x) of the family's numbers x
-    # Names of the orders of rows and of columns in files (order_of)
+    exponent: bool = False  # files have -exp(x) for the family's numbers x
+    # Orders of rows and of columns in files, by the names of `order_of`; "": the family's order
     rows: str = ""
     columns: str = ""
-    # GGUF's name, below the layer, of a second tensor that holds the last rows
+    # GGUF's name, below the layer, of a second tensor that has the last rows; "": there is none
     below: str = ""
 
 
@@ -110,9 +112,11 @@ def _pairs(config: Mapping[str, Any], *, of_keys: bool) -> Order:
     return Order("paired", (count, int(width * part), width))
 
 
-def rows_above(held: Held, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
+def rows_above(
+    converted: ConvertedTensor, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> int:
     """Return the number of rows of the first of two tensors; `below` has the other rows."""
-    if held.rows != "by_key_head":
+    if converted.rows != "by_key_head":
         return shape[0] // 2
     heads, values = config["linear_num_value_heads"], config["linear_value_head_dim"]
     return shape[0] - heads * values

@@ -13,7 +13,7 @@ REMEDY = "write another format"
 def ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of YaRN and of the factors of scores, if the file states them.
 
-    Mistral Small 3 has neither. The default rotation is then stated explicitly, because the config
+    Mistral Small 3 has neither. The default RoPE type is then stated explicitly, because the config
     class would use YaRN.
     """
     scaling = dict(config.get("rope_scaling") or {})
@@ -46,7 +46,7 @@ def ministral3_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def granite_swa_config(metadata: Any) -> Mapping[str, Any]:
-    """Return theta of each layer; 0: the layer does not rotate."""
+    """Return theta of each layer; 0: the layer has no RoPE."""
     layers = metadata.size("block_count")
     stated = metadata.get(PATTERN)
     rotates = stated if isinstance(stated, list) else [True if stated is None else stated] * layers
@@ -59,7 +59,7 @@ def granite_swa_config(metadata: Any) -> Mapping[str, Any]:
 def granite_swa_metadata(
     config: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the layers that rotate. Raises CheckpointError if they differ in theta."""
+    """Return the layers with RoPE. Raises CheckpointError if they differ in theta."""
     thetas = config["layer_rope_theta"]
     found = sorted({theta for theta in thetas if theta})
     if len(found) > 1:

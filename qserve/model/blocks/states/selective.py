@@ -1,4 +1,4 @@
-"""ControlledBlock: base class of mixers that compute dt, B and C from the convolution's output.
+"""SelectiveBlock: base class of mixers that compute dt, B and C from the convolution's output.
 
 T: tokens of the step. I: channels of the convolution. N: state size of a channel. R: rank of dt.
 """
@@ -14,7 +14,7 @@ from qserve.model.blocks.states.state import StateBlock
 from qserve.parallel.communicator import RankPartial
 
 
-class ControlledBlock(StateBlock):
+class SelectiveBlock(StateBlock):
     """A mixer whose `x_proj` computes B, C and the inputs of `dt_proj`, which computes dt."""
 
     def __init__(
@@ -52,8 +52,8 @@ class ControlledBlock(StateBlock):
             yield from products_of(linear, None)
         yield from products_of(self.out_proj, "norm")
 
-    def controls(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dt of this rank's heads or channels, before softplus, and B and C."""
+    def selection(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dt of this rank's heads or channels before softplus, B and C, from x."""
         T, sizes = x_TI.shape[0], [self.state, self.state]
         plan = self.x_proj.plan(T)
         made = self.x_proj(ops.in_form(x_TI, plan.input), plan)

@@ -1,11 +1,17 @@
-"""Tensors that files hold in another form than the family's checkpoint (architectures/held.py)."""
+"""Write tensors that GGUF files store in another form (architectures/converted.py)."""
 
 from dataclasses import replace
 
 import torch
 
 from formats.errors import CheckpointError
-from formats.gguf.architectures.held import Held, Order, order_of, rows_above, stored_shape
+from formats.gguf.architectures.converted import (
+    ConvertedTensor,
+    Order,
+    order_of,
+    rows_above,
+    stored_shape,
+)
 from formats.gguf.block_types import BlockType
 from formats.gguf.entries import JoinedEntry
 from formats.gguf.names import KEY_UP, VALUE_UP
@@ -16,8 +22,8 @@ from formats.gguf.writing.latent import split_by_head
 from formats.gguf.writing.tensor_maker import TensorMaker, holds_blocks
 
 
-def held_tensors(
-    maker: TensorMaker, stem: str, theirs: str, name: str, held: Held
+def converted_tensors(
+    maker: TensorMaker, stem: str, theirs: str, name: str, converted: ConvertedTensor
 ) -> list[NewTensor]:
     """Return a tensor in GGUF's form, which differs from the family's: one tensor, or two."""
     module, config = name.removesuffix(".weight"), maker.reader.config
@@ -28,25 +34,25 @@ def held_tensors(
         whole = maker.codes(f"{stem}.{theirs}", [module])
     else:
         whole = maker.floats(f"{stem}.{theirs}", [name])
-    rows, columns = (order_of(order, config) for order in (held.rows, held.columns))
+    rows, columns = (order_of(order, config) for order in (converted.rows, converted.columns))
     entry = maker.reader.entries.get(name)
     if holds_blocks(entry) and entry.presented.columns:
         columns = None  # blocks of a GGUF file are already in the file's order
-    shape = stored_shape(held.shape, whole.shape, config.get("mamba_n_groups") or 1)
+    shape = stored_shape(converted.shape, whole.shape, config.get("mamba_n_groups") or 1)
 
     def make() -> torch.Tensor:
         data = torch.frombuffer(bytearray(whole.make()), dtype=torch.uint8)
-        if held.exponent:
+        if converted.exponent:
             values = -torch.exp(data.view(torch.float32))
             data = values.view(torch.uint8)
-        count = whole.shape[0] if rows is not None or held.below else 1
+        count = whole.shape[0] if rows is not None or converted.below else 1
         data = to_file(data.reshape(count, -1), rows)
         return _columns_moved(data, columns, whole) if columns else data
 
-    if not held.below:
+    if not converted.below:
         return [replace(whole, name=f"{stem}.{theirs}", shape=shape, make=lambda: to_bytes(make()))]
-    above = rows_above(held, shape, config)
-    parts = ((theirs, slice(0, above)), (held.below, slice(above, shape[0])))
+    above = rows_above(converted, shape, config)
+    parts = ((theirs, slice(0, above)), (converted.below, slice(above, shape[0])))
     return [
         replace(
             whole,
