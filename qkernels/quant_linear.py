@@ -354,7 +354,7 @@ def _check_bias(bias: torch.Tensor, out_features: int) -> None:
     if bias.shape != (out_features,):
         raise KernelError("bias", f"expected [{out_features}], found {list(bias.shape)}")
     if not torch.isfinite(bias).all():
-        raise KernelError("bias", "contains NaN or infinity", "fix the model")
+        raise KernelError("bias", "contains NaN or infinity", "replace these values")
 
 
 def _check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
