@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,6 +57,17 @@ def test_wrong_use_is_one_line(name):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage", " "))]
     assert done.returncode and len(lines) == 1 and words in lines[0], done.stderr
+
+
+def test_quickstart_checks_its_argument_before_it_installs(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "tests").mkdir()
+    shutil.copy("examples/quickstart.sh", tmp_path / "examples")
+    (tmp_path / "tests" / "environment.sh").write_text("touch installed\n")
+    command = ["bash", tmp_path / "examples" / "quickstart.sh", "smolm2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "expected docs-5m or smollm2, found smolm2\n")
+    assert not (tmp_path / "installed").exists()
 
 
 def numbers(found: object) -> list[float]:
