@@ -93,7 +93,7 @@ class _Chain:
                 self.subject,
                 f"its layers read more than hidden states (relative distance {distance:.3g}), so"
                 " they cannot run one by one",
-                "give --recipe rtn",
+                "use `recipe` rtn",
             )
         return states
 
@@ -107,7 +107,7 @@ class _Chain:
             self.model.base_model(input_ids=ids_S[None], position_ids=positions_1S, use_cache=False)
         except Exception as error:  # model code may raise anything
             raise InputError(
-                self.subject, f"its model does not run: {error}", "give --recipe rtn"
+                self.subject, f"its model does not run: {error}", "use `recipe` rtn"
             ) from error
 
     def run(self, number: int, hidden_1SC: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _find_layers(model: Any, names: Sequence[str], subject: str) -> tuple[str, n
         is_above = all(each.startswith(f"{name}.") for each in names)
         if isinstance(module, nn.ModuleList) and is_above:
             return name, module
-    raise InputError(subject, "has no list of decoder layers", "give --recipe rtn")
+    raise InputError(subject, "has no list of decoder layers", "use `recipe` rtn")
 
 
 @torch.inference_mode()

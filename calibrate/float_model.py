@@ -21,6 +21,7 @@ from formats.errors import CheckpointError, InputError, one_line
 from formats.inspection.config import check_config
 from formats.inspection.findings import Findings
 from formats.inspection.model import check_shapes
+from formats.numerics import finite
 from formats.peft.lora import LoraAdapter
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
@@ -224,7 +225,5 @@ class FloatModel:
 def check_finite(state: LayerState, names: list[str], prefix: str) -> None:
     """Raise CheckpointError, naming the tensor, if one of `names` has a NaN or infinity."""
     for name in names:
-        if name in state and not torch.isfinite(state[name]).all():
-            raise CheckpointError(
-                f"{prefix}.{name}", "its weights contain NaN or infinity", "repair the model"
-            )
+        if name in state:
+            finite.check_finite(f"{prefix}.{name}", state[name])

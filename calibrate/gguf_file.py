@@ -15,6 +15,7 @@ from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.results.report import QuantizationReport
 from formats.errors import InputError
+from formats.files import staging
 from formats.gguf import staged
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.converted import ConvertedTensor, order_of
@@ -97,6 +98,7 @@ def quantize_to_gguf(
         settings["output_format"] = "compressed-tensors"
     folder = target.with_name(f".{target.name}.quantized")
     shutil.rmtree(folder, ignore_errors=True)  # left over from an interrupted run
+    staging.register(folder)
     try:
         report = quantize_checkpoint(
             source, folder, scheme=types.scheme, overrides=types.overrides, **settings
@@ -109,6 +111,7 @@ def quantize_to_gguf(
             raise _with_kept(error, folder, target) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        staging.release(folder)
     inspection = inspect_checkpoint(target)
     sizes = {linear.name: linear.num_bytes for linear in inspection.linears}
     return replace(

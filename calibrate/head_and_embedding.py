@@ -28,7 +28,7 @@ from formats.scheme import NO_WHOLE_GROUPS, Scheme
 if TYPE_CHECKING:  # it loads transformers
     from calibrate.calibration.stream import Stream
 
-FLAGS = {HEAD: "--quantize-head", EMBEDDING: "--quantize-embedding"}
+FLAGS = {HEAD: "`quantize_head`", EMBEDDING: "`quantize_embedding`"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class HeadAndEmbedding:
                 raise InputError(
                     FLAGS[module],
                     f"{plan.layout.name} cannot hold a quantized embedding",
-                    "add --format compressed-tensors",
+                    "use `output_format` compressed-tensors",
                 )
 
     def solve_embedding(self, model: FloatModel, tensors: LayerState) -> None:

@@ -249,9 +249,9 @@ def find_layer_map(config: dict[str, Any]) -> LayerMap:
     if not isinstance(name, str) or name not in FAMILIES:
         check_not_refused(config)
         raise InputError(
-            f"architecture {name!r}",
-            f"unknown architecture; known: {', '.join(FAMILIES)}",
-            "a family is a row of FAMILIES in formats/families.py",
+            "config.json architectures",
+            f"expected one of {len(FAMILIES)} supported architectures, found {names!r:.200}",
+            "`qserve families` lists them",
         )
     family = FAMILIES[name].variant(config)
     check_variant(family, config)

@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--api-key")
     arguments = parser.parse_args()
+    if not arguments.url.startswith(("http://", "https://")):
+        parser.error(f"url: expected such as http://127.0.0.1:8000, found {arguments.url!r}")
     try:
         for text in stream_answer(**vars(arguments)):
             print(text, end="", flush=True)

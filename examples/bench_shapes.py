@@ -1,6 +1,7 @@
 """Sizes of published models, from their config.json, to make folders for random weights."""
 
 import json
+import sys
 from pathlib import Path
 
 from calibrate.bench_sizes import SIZES
@@ -343,3 +344,11 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
         block = QuantConfig(method=method, scheme=parsed, rules=tuple(rules))
         config[BLOCK] = block.to_dict()
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def check_device(device: str, remedy: str = "add --device cpu, with small sizes") -> None:
+    """End the program with one line if the device is a GPU that is not there."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"--device cuda: torch finds no CUDA GPU ({remedy})")

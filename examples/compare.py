@@ -68,6 +68,8 @@ def main() -> None:
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     arguments = parser.parse_args(own)
+    if bare := [each for each in arguments.server if "=" not in each]:
+        parser.error(f"expected NAME=URL, such as ours=http://127.0.0.1:8000, found {bare[0]!r}")
     servers = dict(each.split("=", 1) for each in arguments.server)
     results: dict[str, list[dict]] = {name: [] for name in servers}
     with tempfile.TemporaryDirectory() as folder:

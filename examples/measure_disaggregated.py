@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 
-from bench_shapes import SHAPES, write_config
+from bench_shapes import SHAPES, check_device, write_config
 
 from qserve.config import EngineConfig
 from qserve.engine.ipc.start_engines import start_engines
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
+    check_device(arguments.device, "add --device cpu --shape tiny")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     rows = []
     with tempfile.TemporaryDirectory() as folder:

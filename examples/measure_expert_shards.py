@@ -13,6 +13,7 @@ import json
 import statistics
 
 import torch
+from bench_shapes import check_device
 
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.packed import PackedWeight
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 1024])
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
+    check_device("cuda", "the kernels that it measures need one")
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
     for shape in arguments.shape:
         hidden, inner, E, k = SHAPES[shape]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from bench_shapes import check_device
 from measure_latent_attention import ENTRY, LATENT, PAGE, make_step, microseconds
 
 from qkernels import ops
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    check_device(args.device, "add --device cpu --tiny")
     found = []
     with torch.inference_mode():
         for name, run, moved in cases(args):

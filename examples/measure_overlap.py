@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench_shapes import check_device
+
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 CHANNELS = 8192
@@ -63,6 +65,7 @@ def main() -> int:
         measure(args)
         sys.stdout.flush()
         os._exit(0)  # a normal exit would wait for NCCL's threads
+    check_device(args.device, "add --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--rank"]
         environment = {**ENVIRONMENT, **os.environ}

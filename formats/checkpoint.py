@@ -25,6 +25,7 @@ from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
 from formats.errors import FETCH_AGAIN, CheckpointError, DiskError, one_line
+from formats.files import staging
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
 from formats.files.model_path import is_gguf_folder, is_mistral_folder, model_folder
@@ -266,6 +267,7 @@ class CheckpointWriter:
             raise CheckpointError(
                 str(folder), f"cannot be created: {error.strerror}", "give another folder"
             ) from None
+        staging.register(self.staging)
         try:
             check_is_free(folder)  # check again: the run that had the lock may have just finished
         except CheckpointError:
@@ -371,6 +373,7 @@ class CheckpointWriter:
             self._release()
 
     def _release(self) -> None:
+        staging.release(self.staging)
         os.close(self._lock)
         self._lock = -1
 

@@ -309,6 +309,9 @@ class QuantLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if problems := self._wrong_dtypes(state_dict, prefix):
+            args[-1].extend(problems)  # torch's list of errors; `load_state_dict` raises it
+            return
         if self._released:
             check_storable(self.scheme, "QuantLinear")
             self._released = False
@@ -321,6 +324,21 @@ class QuantLinear(nn.Module):
                 setattr(self, name, own.to(stored.dtype))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._prepared = self._prepared_bias = None
+
+    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Return an error for each tensor of integers that is stored in another dtype.
+
+        torch would convert it: packed codes that were cast to a float dtype are rounded.
+        """
+        return [
+            f"{prefix}{name}: expected {own.dtype}, found {stored.dtype} (store it without a"
+            " conversion: it holds packed codes or indices)"
+            for name in NAMES
+            if (own := getattr(self, name, None)) is not None
+            and not own.is_floating_point()
+            and (stored := state_dict.get(prefix + name)) is not None
+            and stored.is_floating_point()
+        ]
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -355,7 +373,7 @@ def _check_bias(bias: torch.Tensor, out_features: int) -> None:
     if bias.shape != (out_features,):
         raise KernelError("bias", f"expected [{out_features}], found {list(bias.shape)}")
     if not torch.isfinite(bias).all():
-        raise KernelError("bias", "contains NaN or infinity", "fix the model")
+        raise KernelError("bias", "contains NaN or infinity", "replace these values")
 
 
 def _check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:

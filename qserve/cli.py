@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             settings.append(cls(**values))
         if command.argument is not None:
             settings.insert(0, getattr(arguments, command.argument))
-        with interrupts.end_while_importing():
+        with interrupts.handled(f"qserve {name}"):
             code = command.run(*settings)
         sys.stdout.flush()
         return code
@@ -310,8 +310,10 @@ def main(argv: list[str] | None = None) -> int:
             return BROKEN_PIPE
         print(f"qserve {name}: {_message(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        message, code = interrupts.outcome(f"qserve {name}", error)
+        print(message, file=sys.stderr)
+        return code
 
 
 def _lost_reader() -> bool:

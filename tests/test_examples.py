@@ -1,6 +1,8 @@
 """The measuring programs of examples/ run, on a CPU with the smallest shape."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +34,40 @@ COMMANDS = {
     "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",
     "measure_start": "--shape tiny --offline --warm 1",
 }
+
+
+NEED_GPU = (
+    "measure_disaggregated",
+    "measure_expert_shards",
+    "measure_new_mixers",
+    "measure_overlap",
+)
+WRONG = {
+    "measure": ("", "--device cuda: torch finds no CUDA GPU ("),
+    "ask": ("localhost:8000 question", "error: url: expected such as http://127.0.0.1:8000, found"),
+    "compare": ("http://127.0.0.1:8000", "error: expected NAME=URL, such as ours=http://"),
+}
+
+
+@pytest.mark.parametrize("name", [*NEED_GPU, "ask", "compare"])
+def test_wrong_use_is_one_line(name):
+    arguments, words = WRONG[name.partition("_")[0]]
+    command = [sys.executable, f"examples/{name}.py", *arguments.split()]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage", " "))]
+    assert done.returncode and len(lines) == 1 and words in lines[0], done.stderr
+
+
+def test_quickstart_checks_its_argument_before_it_installs(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "tests").mkdir()
+    shutil.copy("examples/quickstart.sh", tmp_path / "examples")
+    (tmp_path / "tests" / "environment.sh").write_text("touch installed\n")
+    command = ["bash", tmp_path / "examples" / "quickstart.sh", "smolm2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "expected docs-5m or smollm2, found smolm2\n")
+    assert not (tmp_path / "installed").exists()
 
 
 def numbers(found: object) -> list[float]:

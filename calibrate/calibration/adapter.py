@@ -37,7 +37,9 @@ def read_checked(
         )
     if pads:
         raise InputError(
-            "`adapter`", "cannot be combined with `pad`, which widens the adapted linears"
+            "`adapter`",
+            "cannot be combined with `pad`, which widens the adapted linears",
+            "leave out `pad`, or merge the adapter first: qserve merge",
         )
     return read_adapter(folder, adapted_shapes(family, config))
 

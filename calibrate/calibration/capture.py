@@ -69,7 +69,7 @@ class HiddenStates:
                     "calibration data",
                     f"has windows of {length} tokens, but the model has {positions_SD.shape[0]}"
                     " positions",
-                    "give a shorter --sequence-length",
+                    "use a smaller `sequence_length`",
                 )
             positions_SD = positions_SD[:length]
         shape = (*ids_WS.shape, embedding_VD.shape[1] + runner.num_carried)

@@ -143,8 +143,11 @@ class CarriedChannels:
             return
         entry = self._entries.get(self._table)
         if entry is None or not entry.dtype.is_floating_point:
+            found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
             raise CheckpointError(
-                self._table, "expected a float matrix", "start from the float model"
+                self._table,
+                f"expected a float matrix, found {found}",
+                "start from the float model",
             )
         tokens = stored_S.cpu()[list(new.values())].tolist()
         rows = [token if token < self._num_rows else 0 for token in tokens]

@@ -111,7 +111,7 @@ class LayerRunner:
             raise InputError(
                 "config.json rotary_dim",
                 f"transformers rotates all of a head, not {stated} channels",
-                "give --recipe rtn",
+                "use `recipe` rtn",
             )
         # Layers of families with a rotary_dim_key compute their rotary embeddings themselves.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
@@ -206,7 +206,11 @@ class LayerRunner:
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]
         if missing:
-            raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
+            raise CheckpointError(
+                f"{self.layer_map.prefix(layer)}.{missing[0]}",
+                "is missing, but transformers' layer has it",
+                "the checkpoint is incomplete, or config.json belongs to another model",
+            )
         for name, own in wanted.items():
             if state[own].shape != built[name].shape:
                 raise CheckpointError(
@@ -281,6 +285,7 @@ class LayerRunner:
             raise CheckpointError(
                 "config.json",
                 f"transformers cannot build a layer from it: {type(error).__name__} {error}",
+                "fix config.json, or use `recipe` rtn, which runs no layers",
             ) from None
 
     def run(
@@ -370,7 +375,9 @@ class LayerRunner:
         (B, S), most = hidden_BSD.shape[:2], getattr(self.config, key)
         if most < S:
             raise InputError(
-                f"windows of {S} tokens", f"expected at most {key}, {most}", "use shorter ones"
+                f"windows of {S} tokens",
+                f"expected at most {key}, {most}",
+                "use a smaller `sequence_length`",
             )
         return torch.arange(S, dtype=torch.int32, device=self.device).expand(B, S, S)
 

@@ -76,7 +76,7 @@ def check_lightning(config: Mapping[str, Any], family: Family) -> None:
             "config.json qk_rope_head_dim",
             f"lightning attention rotates {rotated} channels of a head, latent attention"
             f" {config['qk_rope_head_dim']}; calibration computes one rotary table for both",
-            "give --recipe rtn",
+            "use `recipe` rtn",
         )
 
 

@@ -285,7 +285,9 @@ def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torc
                 if same_weight(new, again) is None:
                     return {names[field]: scales}
     raise CheckpointError(
-        module, "its scales are not stored as one tensor of floats", "convert the checkpoint first"
+        module,
+        "its scales are not stored as one tensor of floats",
+        "convert the checkpoint first: qserve convert --format gptq",
     )
 
 
@@ -306,7 +308,9 @@ def _encoded(
     )
     if not same_form or same_weight(new, decode_linear(module, again, student.config)) is not None:
         raise CheckpointError(
-            module, "codes are not written in its layout", "convert the checkpoint first"
+            module,
+            "codes are not written in its layout",
+            "convert the checkpoint first: qserve convert --format gptq",
         )
     return {names[field]: tensor for field, tensor in found.items()}
 

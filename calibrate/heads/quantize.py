@@ -23,6 +23,7 @@ from calibrate.heads.target import Target
 from calibrate.layer_map import find_layer_map
 from calibrate.recipe import Recipe, find_recipe, integer_activations
 from calibrate.results.report import REPORT, LinearReport, public_name, tool_versions
+from calibrate.results.verify import REMEDY
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import SolverError, check_solved
 from calibrate.texts.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
@@ -36,6 +37,7 @@ from formats.hub.fetch import local_path
 from formats.hub.selection import DRAFTER
 from formats.in_memory.weights import Weight, same_weight, with_activation
 from formats.layouts import decode_linear
+from formats.numerics.finite import check_finite
 from formats.plan import Plan, make_plan
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
@@ -289,8 +291,7 @@ def _solved(
     with tqdm(plan.quantized.items(), unit="linear", disable=not progress) as bar:
         for name, scheme in bar:
             weight_NK = folder.get(f"{name}.weight").to(device)
-            if not torch.isfinite(weight_NK).all():
-                raise CheckpointError(f"{name}.weight", "contains NaN or infinity")
+            check_finite(f"{name}.weight", weight_NK)
             stats = statistics.get(canonical[name])
             began, notes = time.perf_counter(), []
             try:
@@ -345,11 +346,11 @@ def _verify(staged: Path, source: HeadFolder, packed: Mapping[str, Weight], plan
         found = decode_linear(name, tensors, written.quant)
         different = same_weight(found, weight.to("cpu"))
         if different is not None:
-            raise CheckpointError(
-                name, f"its {different} differ from the solver's result", "try again"
-            )
+            raise CheckpointError(name, f"its {different} differ from the solver's result", REMEDY)
     for name in source.entries:
         kept = name.removesuffix(".weight") not in packed
         if kept and not torch.equal(written.get(name), source.get(name)):
-            raise CheckpointError(name, "differs from the source, although it is not quantized")
+            raise CheckpointError(
+                name, "differs from the source, although it is not quantized", REMEDY
+            )
     return sum(entry.num_bytes for entry in written.entries.values())

@@ -55,7 +55,11 @@ class HeadModule:
         try:
             self.module = make(tensors)
         except RuntimeError as error:  # load_state_dict: shapes of another model
-            raise InputError(str(folder.folder), str(error).splitlines()[-1].strip()) from None
+            raise InputError(
+                str(folder.folder),
+                f"does not fit the target model: {str(error).splitlines()[-1].strip()}",
+                "give the model that the head was trained for as `target`",
+            ) from None
         # A CPU computes in float32; a GPU in the target's 16 bits.
         self.dtype = target.embedding.dtype
         self.module.to(target.device, self.dtype).train(False).requires_grad_(False)

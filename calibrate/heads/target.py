@@ -53,6 +53,7 @@ class Target:
 
         Raises InputError if transformers cannot load it, or has no such layer.
         """
+        import transformers
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         self.folder, self.device = Path(folder), torch.device(device)
@@ -72,7 +73,9 @@ class Target:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         except (OSError, ValueError, KeyError) as error:
             raise InputError(
-                str(folder), f"transformers cannot load it: {one_line(error)}"
+                str(folder),
+                f"transformers {transformers.__version__} cannot load it: {one_line(error)}",
+                "give the float model with its tokenizer, or install a transformers that has it",
             ) from None
         self.model = model.to(self.device).train(False).requires_grad_(False)
         self.config = model.config.get_text_config()
@@ -85,7 +88,9 @@ class Target:
         places = [*self._decoder.layers, self._norm]
         if not all(0 <= layer < len(places) for layer in self.aux_layers):
             raise InputError(
-                f"auxiliary layers {self.aux_layers}", f"the model has {num_layers} layers"
+                f"auxiliary layers {list(self.aux_layers)}",
+                f"expected numbers from 0 to {num_layers}: the model has {num_layers} layers",
+                "use other numbers",
             )
         self._states: dict[int, torch.Tensor] = {}
         for layer in self.aux_layers:

@@ -21,6 +21,7 @@ from calibrate.layer import FinishedLayer
 from calibrate.results.report import LinearReport
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.files import staging
 from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import Fp8Weight
@@ -82,6 +83,7 @@ class Journal:
         try:
             if self.folder.exists():
                 shutil.rmtree(self.folder)
+            staging.register(self.folder)  # without a finished layer it is of no use
             self.folder.mkdir(parents=True)
             self._write(IDENTITY, json.dumps(self.identity, indent=2).encode())
         except OSError as error:
@@ -108,6 +110,7 @@ class Journal:
     def remove(self) -> None:
         """Delete the folder: the run is complete, or cannot be completed."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        staging.release(self.folder)
 
     def write(self, layer: int, finished: FinishedLayer, source: str) -> None:
         """Write a finished layer. `source`: digest of the float layer. Raises DiskError."""
@@ -135,6 +138,7 @@ class Journal:
         try:
             save_file(tensors, partial, metadata={RECORD: json.dumps(record)})
             self._publish(partial, self._path(layer))
+            staging.release(self.folder)
         except (SafetensorError, OSError) as error:
             raise DiskError(
                 str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"

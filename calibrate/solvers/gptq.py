@@ -15,7 +15,7 @@ import torch
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
 from calibrate.solvers.refine import refine
-from calibrate.solvers.solving import SolverError
+from calibrate.solvers.solving import MORE_DATA, SolverError
 from formats.gguf.k_quants.grid import nearest_codes
 from formats.gguf.k_quants.search import choose_grid
 from formats.in_memory.fp4 import Fp4Weight, codes_of, is_fp4, nearest_numbers
@@ -82,7 +82,7 @@ def solve(
     SolverError if no token reached the linear, or if H cannot be factored.
     """
     if stats is None or stats.num_tokens == 0:
-        raise SolverError(name, "no calibration token reached it")
+        raise SolverError(name, "no calibration token reached it", MORE_DATA)
     if order is None and spec.bits <= MAX_TRIED_BITS:
         orders = [ORDERS[each] for each in ("static", "group-aware")]
         found = [_solve(weight_NK, stats, spec, name, each, rounds) for each in orders]
@@ -225,7 +225,9 @@ def factor(
         upper_KK = torch.linalg.solve_triangular(upper_KK, identity_KK, upper=True)
         if torch.isfinite(upper_KK).all():
             return Factor(order_K=order_K, upper_KK=upper_KK.float(), damping=damping)
-    raise SolverError(name, f"its Hessian cannot be factored, even with damping {DAMPING[-1]}")
+    raise SolverError(
+        name, f"its Hessian cannot be factored, even with damping {DAMPING[-1]}", MORE_DATA
+    )
 
 
 def round_columns(

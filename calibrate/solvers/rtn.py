@@ -3,7 +3,7 @@
 import torch
 
 from calibrate.calibration.statistics import InputStatistics
-from calibrate.solvers.solving import SolverError
+from calibrate.solvers.solving import MORE_DATA, SolverError
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
@@ -27,7 +27,7 @@ def solve_weighted(
     Raises SolverError if no token reached the linear.
     """
     if stats is None or stats.num_tokens == 0:
-        raise SolverError(name, "no calibration token reached it")
+        raise SolverError(name, "no calibration token reached it", MORE_DATA)
     importance_K = stats.importance_K
     if is_k_quant(spec):
         return KWeight.from_float(weight_NK, spec, name, importance_K)

@@ -23,6 +23,9 @@ Solver = Callable[[torch.Tensor, InputStatistics | None, QuantSpec, str], Weight
 LayerState = dict[str, torch.Tensor]  # a layer's tensors by local name
 
 
+MORE_DATA = "give more or other calibration data"  # remedy of a SolverError
+
+
 class SolverError(InputError):
     """A linear cannot be solved from its statistics; it can still be rounded to nearest."""
 

@@ -70,7 +70,9 @@ def _is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
     except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
+        raise InputError(
+            str(path), f"cannot be read: {one_line(error)}", "check the path and its permissions"
+        ) from None
 
 
 def _document(row: Any, where: str) -> Any:
@@ -88,7 +90,9 @@ def _document(row: Any, where: str) -> Any:
         if key in keys:
             found = f"{key!r}: {keys[key]!r:.60}"
     raise InputError(
-        where, f'expected an object with a string "text" or a list of "messages", found {found}'
+        where,
+        f'expected an object with a string "text" or a list of "messages", found {found}',
+        "rename the column of the texts to text",
     )
 
 
@@ -98,7 +102,9 @@ def _checked(document: Any, written: str, where: str) -> Any:
         written.encode()
     except UnicodeEncodeError:
         raise InputError(
-            where, "contains a lone surrogate (half a character), which tokenizers reject"
+            where,
+            "contains a lone surrogate (half a character), which tokenizers reject",
+            "remove it",
         ) from None
     return document
 
@@ -129,7 +135,11 @@ def _from_datasets(source: str, **arguments: Any) -> list[tuple[str, Any]]:
     except InputError:
         raise
     except Exception as error:  # datasets raises any exception of its readers and its hub client
-        raise InputError(source, f"cannot be read by datasets: {one_line(error)}") from None
+        raise InputError(
+            source,
+            f"cannot be read by datasets: {one_line(error)}",
+            "check the name, or use a text, JSON, JSON Lines or parquet file",
+        ) from None
     return documents
 
 

@@ -104,6 +104,7 @@ def make_windows(
             "windows",
             f"expected a sequence length of {shortest} or more and a window or more, found length"
             f" {sequence_length} and {max_windows} windows",
+            "use larger numbers",
         )
     before = list(opening) or ([] if bos_token_id is None else [bos_token_id])
     ids: list[int] = []

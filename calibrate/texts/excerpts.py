@@ -66,7 +66,9 @@ def render(document: Any, tokenizer: Any) -> str:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # a template raises exceptions of any kind
         raise InputError(
-            "calibration data", f"the chat template rejects it: {one_line(error)}"
+            "calibration data",
+            f"the chat template rejects it: {one_line(error)}",
+            'fix these "messages", or give rendered chats as "text"',
         ) from None
     # The template writes BOS itself; every text gets exactly one.
     bos = tokenizer.bos_token or ""

@@ -1,13 +1,20 @@
-"""Instructor: an object of a schema, asked for in three ways: `instructor_object.py URL`.
+"""Instructor: an object of a schema, asked for in three ways.
+
+python examples/clients/instructor_object.py URL --model NAME
 
 Needs instructor, and a server of any model: it constrains the output.
 """
 
 import argparse
+import sys
 
-import instructor
-import openai
 from pydantic import BaseModel, ConfigDict, Field
+
+try:
+    import instructor
+    import openai
+except ImportError as error:
+    sys.exit(f"{error}; this example requires: pip install instructor")
 
 
 class City(BaseModel):
@@ -23,7 +30,7 @@ MODES = (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOO
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition(".")[0])
     parser.add_argument("url", help="such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", required=True, help="the server's name of it")
     parser.add_argument("--api-key", default="none")

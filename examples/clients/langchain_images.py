@@ -7,10 +7,14 @@ LangChain's own block, as OpenAI's part, and over the Responses API.
 import argparse
 import base64
 import io
+import sys
 
-from langchain_core.messages import HumanMessage
-from langchain_openai import ChatOpenAI
-from PIL import Image
+try:
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+    from PIL import Image
+except ImportError as error:
+    sys.exit(f"{error}; this example requires: pip install langchain-openai pillow")
 
 
 def picture() -> str:

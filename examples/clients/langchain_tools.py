@@ -5,11 +5,16 @@ every model, because the server constrains its output.
 """
 
 import argparse
+import sys
 from typing import Annotated
 
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
+
+try:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+except ImportError as error:
+    sys.exit(f"{error}; this example requires: pip install langchain-openai")
 
 
 class City(BaseModel):

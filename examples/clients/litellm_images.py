@@ -7,9 +7,13 @@ which of the server's APIs LiteLLM calls.
 import argparse
 import base64
 import io
+import sys
 
-import litellm
-from PIL import Image
+try:
+    import litellm
+    from PIL import Image
+except ImportError as error:
+    sys.exit(f"{error}; this example requires: pip install litellm pillow")
 
 
 def picture() -> str:

@@ -1,14 +1,21 @@
-"""Pydantic AI: agents whose answer is an object, in two ways: `pydantic_ai_agent.py URL`.
+"""Pydantic AI: agents whose answer is an object, in two ways.
+
+python examples/clients/pydantic_ai_agent.py URL --model NAME
 
 Needs pydantic-ai-slim[openai], and a server of any model: it constrains the output.
 """
 
 import argparse
+import sys
 
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
+
+try:
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+except ImportError as error:
+    sys.exit(f"{error}; this example requires: pip install 'pydantic-ai-slim[openai]'")
 
 
 class City(BaseModel):
@@ -19,7 +26,7 @@ class City(BaseModel):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition(".")[0])
     parser.add_argument("url", help="such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", required=True, help="the server's name of it")
     parser.add_argument("--api-key", default="none")

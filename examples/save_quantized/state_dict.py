@@ -1,6 +1,14 @@
 """A state dict of QuantLinear layers, kept in a safetensors file, to a whole model folder.
 
 python examples/save_quantized/state_dict.py examples/models/docs-5m layers.safetensors OUT
+
+These lines write such a file:
+
+model = transformers.AutoModelForCausalLM.from_pretrained("examples/models/docs-5m")
+names = qkernels.replace_linears(model, "w4a16-sym")
+state = model.state_dict()
+layers = {key: state[key] for key in state if key.rpartition(".")[0] in names}
+safetensors.torch.save_file(layers, "layers.safetensors")
 """
 
 import sys

@@ -17,6 +17,7 @@ from formats.errors import CheckpointError
 from formats.in_memory.packed import PackedWeight
 from formats.numerics.activation import same_activation
 from formats.numerics.affine import rows_at_once
+from formats.numerics.finite import check_finite
 from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -81,8 +82,7 @@ class Fp4Weight:
         """Return the scales of a weight without its numbers; see `from_float` and `with_codes`."""
         spec.check_shape(name, *weight_NK.shape)
         blocks = weight_NK.split(rows_at_once(weight_NK.shape[1]))
-        if not all(torch.isfinite(block).all() for block in blocks):
-            raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
+        check_finite(name, weight_NK)
         importance_GL = None
         if importance_K is not None:
             importance_GL = importance_K.float().view(spec.num_groups(weight_NK.shape[1]), -1)

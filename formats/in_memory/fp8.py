@@ -14,6 +14,7 @@ from formats.errors import CheckpointError
 from formats.in_memory.packed import SCALE_DTYPES
 from formats.numerics.activation import check_input_scale, describe_scale, same_activation
 from formats.numerics.affine import rows_at_once
+from formats.numerics.finite import check_finite
 from formats.numerics.microscaled import shared_exponents
 from formats.scheme import ALL, FP8_MAX, MXFP8, ActivationSpec, QuantSpec, Scheme
 
@@ -43,7 +44,8 @@ class Fp8Weight:
         step = rows_at_once(weight_NK.shape[1])
         if spec.rows != ALL:
             step = max(1, step // rows) * rows
-        largest = [_largest(block, rows, columns, name) for block in weight_NK.split(step)]
+        check_finite(name, weight_NK)
+        largest = [_largest(block, rows, columns) for block in weight_NK.split(step)]
         largest_RC = torch.cat(largest)
         if spec.rows == ALL:
             largest_RC = largest_RC.amax(0, keepdim=True)
@@ -161,10 +163,8 @@ def scales_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[
     return -(-out_features // max(rows, 1)), -(-in_features // max(columns, 1))
 
 
-def _largest(block_NK: torch.Tensor, rows: int, columns: int, name: str) -> torch.Tensor:
+def _largest(block_NK: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return the largest magnitude in each block [R, C]."""
-    if not torch.isfinite(block_NK).all():
-        raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
     return _tiles(block_NK.float(), min(rows, len(block_NK)), columns).abs().amax((1, 3))
 
 

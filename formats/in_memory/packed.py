@@ -75,7 +75,8 @@ class PackedWeight:
             raise CheckpointError(name, f"found {found}", "move all to one device")
         if spec.type != "int":
             raise _no_codes(name, spec)
-        if codes_NK.ndim != 2 or codes_NK.is_floating_point() or codes_NK.is_complex():
+        is_integer = not (codes_NK.is_floating_point() or codes_NK.is_complex())
+        if codes_NK.ndim != 2 or not is_integer or codes_NK.dtype == torch.bool:
             raise CheckpointError(
                 name,
                 f"expected integer codes [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}",

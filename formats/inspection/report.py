@@ -1,6 +1,8 @@
 """Report on a model folder: what it holds, what is wrong with it, and which programs load it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from formats.architecture.next_token import DraftLayers
@@ -85,10 +87,7 @@ class Inspection:
             text_table(
                 ("loads in", "", "why"), [(v.program, v.answer, v.reason) for v in self.loads_in]
             ),
-            "tensor parallel: "
-            + "; ".join(
-                f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
-            ),
+            f"tensor parallel: {_parallel_text(self.parallel)}",
             *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
             *([] if self.quality is None else [f"quality: {measured_text(self.quality)}"]),
             "",
@@ -96,3 +95,11 @@ class Inspection:
             how_many(self.problems),
         ]
         return "\n".join(lines)
+
+
+def _parallel_text(parallel: Mapping[int, str]) -> str:
+    """Return the numbers of GPUs with the reasons why they fail; equal reasons once."""
+    parts = []
+    for why, sizes in groupby(parallel, key=lambda size: parallel[size]):
+        parts.append(f"{', '.join(map(str, sizes))} {'no: ' + why if why else 'yes'}")
+    return "; ".join(parts)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, RangeError, SchemeError
+from formats.numerics.finite import check_finite
 from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import QuantSpec
 
@@ -103,11 +104,10 @@ def choose_scales(
             raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
         # a group whose inputs all have importance 0 uses equal weights
         importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
+    check_finite(name, weight_NK)
     scales, zeros, widest = [], [], 0.0
     for block in weight_NK.split(rows_at_once(in_features, weight_NK.device)):
         groups_NGL = block.float().unflatten(1, (num_groups, -1))
-        if not torch.isfinite(groups_NGL).all():
-            raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
         widest = max(widest, _check_not_above(groups_NGL, spec, name, method))
         scale_NG, zero_NG = search(groups_NGL, spec, importance_GL, method)
         if spec.in_multiples and num_groups > 1:
@@ -331,8 +331,7 @@ def off_grid(
             "weight",
             f"{list(weight_NK.shape)} does not fit a grid of {list(scales_NG.shape)} scales",
         )
-    if not torch.isfinite(weight_NK).all():
-        raise CheckpointError("weight", "contains NaN or infinity", "fix the model")
+    check_finite("weight", weight_NK)
     groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))
     scales_NG1, zeros_NG1 = scales_NG.float()[..., None], zeros_NG.float()[..., None]
     nearest = (groups_NGL / scales_NG1).round().clamp(-zeros_NG1, spec.max_code - zeros_NG1)

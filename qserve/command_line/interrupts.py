@@ -1,7 +1,9 @@
-"""End the process immediately on Ctrl-C during Python imports. Loads no torch.
+"""End a command on SIGINT (Ctrl-C) and SIGTERM, without unfinished files. Loads no torch.
 
-Some extension modules swallow a KeyboardInterrupt during their import, or turn it into another
-error. The program would then continue, or end with a confusing traceback.
+Both signals raise KeyboardInterrupt, so that writers remove or keep their files. During an import
+they end the process immediately: some extension modules swallow a KeyboardInterrupt during their
+import, or turn it into another error. The program would then continue, or end with a confusing
+traceback.
 """
 
 import os
@@ -11,28 +13,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTED = 130  # exit code, as in shells
+from formats.files import staging
+
+INTERRUPTED = 128 + signal.SIGINT  # exit code, as in shells
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 IMPORT_SYSTEM = "<frozen importlib"
 
 
+class Terminated(KeyboardInterrupt):
+    """The process received SIGTERM."""
+
+
 @contextmanager
-def end_while_importing() -> Iterator[None]:
-    """Make SIGINT end the process during an import, and raise KeyboardInterrupt otherwise."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+def handled(command: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT and Terminated on SIGTERM; end the process in an import.
+
+    `command`: how messages name the program. Signals that are ignored, or that the caller of `main`
+    handles, keep their handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(IMPORT_SYSTEM):
+                staging.remove_all()
+                os.write(2, f"{_message(command, number)}\n".encode())
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    defaults = (signal.default_int_handler, signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in NAMES}
+    ours = [number for number in NAMES if before[number] in defaults]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ours:
+            signal.signal(number, before[number])
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    inner = frame
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(IMPORT_SYSTEM):
-            os._exit(INTERRUPTED)
-        frame = frame.f_back
-    signal.default_int_handler(number, inner)
+def outcome(command: str, error: KeyboardInterrupt) -> tuple[str, int]:
+    """Return the message and the exit code of a command that a signal ended."""
+    number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    return _message(command, number), 128 + number
+
+
+def _message(command: str, number: int) -> str:
+    return f"{command}: ended by {NAMES[signal.Signals(number)]}"

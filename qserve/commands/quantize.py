@@ -1,8 +1,10 @@
 """`qserve quantize`: write a quantized copy of a float model, or of a draft head."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import qserve
@@ -33,7 +35,8 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         subfolder=config.subfolder,
         download_dir=config.download_dir,
     )
-    if is_head_folder(model):
+    is_head = is_head_folder(model)
+    if is_head:
         report = _quantize_head(model, config, asked)
     elif config.target is not None:
         raise InputError("--target", f"{model} is not a draft head", "remove it")
@@ -41,9 +44,21 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         report = _quantize_fallback(model, config, asked)
     else:
         report = _quantize_model(model, config, asked)
-    print(report.to_text())
-    print(f"Wrote and verified {config.output}")
+    _print_result(report, config.output, is_head)
     return 0
+
+
+def _print_result(report: Any, output: str, is_head: bool) -> None:
+    """Print the report, the file with its plots, and the command that comes next."""
+    from calibrate.results.report_html import REPORT_HTML
+
+    print(report.to_text())
+    print(f"Wrote and verified {output}")
+    plots = Path(output) / REPORT_HTML
+    if plots.exists():
+        print(f"Plots of the errors: {plots}")
+    if not is_head:
+        print(f"To serve it: qserve serve {shlex.quote(output)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from formats.errors import InputError
 from formats.files.json_file import read_json
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.ipc.client import Limits
+from qserve.engine.ipc.client import ENGINE_NAME, Limits
 from qserve.engine.ipc.start_engines import Engines, start_engines
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.hub.local import weights_folder
@@ -105,9 +105,13 @@ async def load(
     waiting: WaitingEngine | None = None,
 ) -> tuple[Tokenizer, Engines, Preparation]:
     """Load the model in its engine processes; meanwhile start workers and load the tokenizer."""
+    name = ENGINE_NAME
+    if server.more_models:
+        name += f" of {server.model_names(config.model)[0]}"
     starting = asyncio.create_task(
         start_engines(
             config,
+            name=name,
             restarts=server.restart_engine,
             engine=engine,
             waiting=waiting,

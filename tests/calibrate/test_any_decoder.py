@@ -125,7 +125,7 @@ def test_layers_with_other_inputs_than_hidden_states_are_refused(tiny_model, mon
 
     monkeypatch.setattr(modeling_qwen3.Qwen3Model, "forward", noted)
     monkeypatch.setattr(modeling_qwen3.Qwen3DecoderLayer, "forward", shifted)
-    with pytest.raises(InputError, match="read more than hidden states.*--recipe rtn"):
+    with pytest.raises(InputError, match="read more than hidden states.*use `recipe` rtn"):
         solved(tiny_model("qwen3"), windows(2, 16), subject="x")
 
 

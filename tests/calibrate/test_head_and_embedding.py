@@ -179,7 +179,7 @@ def test_layers_are_calibrated_on_quantized_embedding(small_5m, tmp_path, tied):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize_head": Scheme.parse("w8a8")}, "--quantize-head w8a8: expected integer codes"),
+        ({"quantize_head": Scheme.parse("w8a8")}, "`quantize_head` w8a8: expected integer codes"),
         ({"quantize_head": Scheme.parse("w8a16-sym-g96")}, "not divisible by the group size 96"),
         (
             {"quantize_embedding": W8, "output_format": "gptq"},

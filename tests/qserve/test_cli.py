@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,9 @@ def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
     assert main(["quantize", str(docs_5m), "-o", str(folder), "--group-size", "64", *DATA]) == 0
     printed = capsys.readouterr().out
     assert "model.layers.3.mlp.down_proj" in printed and "w4a16-sym-g64" in printed
+    lines = printed.splitlines()
+    assert lines[-1] == f"To serve it: qserve serve {folder}"
+    assert Path(lines[-2].removeprefix("Plots of the errors: ")).is_file()
     assert main(["inspect", str(folder), "--json"]) == 0
     inspection = json.loads(capsys.readouterr().out)
     assert inspection["problems"] == []

@@ -278,7 +278,7 @@ def test_engine_start_failure_is_reported_and_others_stop(fake_processes):
         asyncio.run(start_engines(config, engine="fake_engine:FakeEngine"))
 
 
-def test_killed_engine_process_restarts(fake_processes):
+def test_killed_engine_process_restarts(fake_processes, caplog):
     async def main():
         config = EngineConfig(model="fine", data_parallel_size=2)
         restarts = []
@@ -315,6 +315,8 @@ def test_killed_engine_process_restarts(fake_processes):
             while not restarts:
                 await asyncio.sleep(0.01)
             assert engines._supervisors[0].is_alive
+            assert "Engine 0 died: the engine process ended with exit code -9" in caplog.messages
+            assert "Engine 0 restarts; 0 more restarts are left" in caplog.messages
         finally:
             await engines.close()
         assert not engines.is_alive

@@ -1,8 +1,11 @@
 """Errors of wrong command lines; the first lines of --help; Ctrl-C."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -144,25 +147,66 @@ def test_bench_of_no_requests_does_not_wait_for_them(capsys):
     fails_with(capsys, ["bench", "serve", "--num-prompts", "0"], "--num-prompts", "1 or more")
 
 
-def test_interrupt_during_import_ends_program(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_during_import_ends_program_and_removes_unfinished_files(tmp_path, number):
     """As torch and numpy do: the program must end all the same."""
     (tmp_path / "swallows.py").write_text(
-        "import os, signal\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "import os, sys\n"
+        "try:\n    os.kill(os.getpid(), int(sys.argv[1]))\n"
         "except BaseException:\n    pass\n"
     )
     code = (
-        "import os, signal\n"
-        "from qserve.command_line.interrupts import end_while_importing\n"
+        "import os, signal, sys\n"
+        "from formats.files import staging\n"
+        "from pathlib import Path\n"
+        "from qserve.command_line.interrupts import handled\n"
         # a shell that runs the tests in the background has them ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with end_while_importing():\n"
-        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "with handled('qserve quantize'):\n"
+        "    try:\n        os.kill(os.getpid(), int(sys.argv[1]))\n"
         "    except KeyboardInterrupt:\n        print('raised', flush=True)\n"
+        "    for name in sys.argv[2:]:\n        staging.register(Path(name))\n"
         "    import swallows\n"
         "    print('went on', flush=True)\n"
     )
+    folder, file = tmp_path / ".a.partial", tmp_path / ".b.partial"
+    folder.mkdir()
+    (folder / "shard-00001.safetensors").write_text("half")
+    file.write_text("half")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}."}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, str(int(number)), str(folder), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (130, "raised\n"), done.stderr
+    assert (done.returncode, done.stdout) == (128 + number, "raised\n"), done.stderr
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+    assert done.stderr == f"qserve quantize: ended by {name}\n"
+    assert not folder.exists() and not file.exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_sigterm_ends_quantize_with_one_line_and_no_half_files(capsys, docs_5m, tmp_path, name):
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    over = threading.Event()
+
+    def stop_when_it_writes() -> None:
+        while not over.is_set():
+            if any(tmp_path.rglob("shard-*")) or any(tmp_path.glob("*.gguf.partial")):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.001)
+
+    watch = threading.Thread(target=stop_when_it_writes)
+    watch.start()
+    scheme = "q8_0" if name.endswith(".gguf") else "w4a16-sym"
+    try:
+        code = main(
+            ["quantize", str(docs_5m), "-o", str(tmp_path / name), "--scheme", scheme]
+            + ["--recipe", "rtn", "--max-shard-size", "1MB"]
+        )
+    finally:
+        over.set()
+        watch.join()
+    assert code == 143
+    assert capsys.readouterr().err.rstrip().endswith("\nqserve quantize: ended by SIGTERM")
+    left = [path.name for path in tmp_path.iterdir()]
+    assert all(each.endswith(".unfinished") for each in left)  # finished layers, to resume
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from formats.errors import CheckpointError, RangeError, SchemeError
+from formats.errors import RangeError, SchemeError
 from formats.gguf.k_quants.grid import KGrid, nearest_codes
 from formats.numerics.affine import MAX_SCALE, OUT_OF_RANGE, rows_at_once
+from formats.numerics.finite import check_finite
 from formats.scheme import K_BLOCK, QuantSpec
 
 Q6_ZERO = 32  # code of the weight 0 in Q6_K
@@ -47,10 +48,9 @@ def choose_grid(
             raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
         largest_G1 = importance_GL.amax(1, keepdim=True)
         importance_GL = importance_GL.clamp(min=MIN_IMPORTANCE * largest_G1) + (largest_G1 == 0)
+    check_finite(name, weight_NK)
     parts = []
     for part_NK in weight_NK.split(rows_at_once(weight_NK.shape[1])):
-        if not torch.isfinite(part_NK).all():
-            raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
         groups_NGL = part_NK.float().unflatten(1, (-1, spec.integer_form.group_size))
         parts.append(_choose(groups_NGL, spec, importance_GL))
         if not (torch.isfinite(parts[-1].d_NB).all() and torch.isfinite(parts[-1].dmin_NB).all()):

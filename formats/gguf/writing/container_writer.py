@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, DiskError, one_line
+from formats.files import staging
 from formats.files.target import check_has_space
 from formats.gguf.block_types import BlockType
 from formats.gguf.container import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
@@ -64,10 +65,11 @@ def write_gguf(
 ) -> int:
     """Write a file and return its size. Raises DiskError, first if the disk is too small."""
     check_has_space(target, sum(tensor.num_bytes for tensor in tensors))
-    staging = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.partial")
+    staging.register(partial)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("wb") as file:
+        with partial.open("wb") as file:
             file.write(_header(metadata, tensors))
             _pad(file)
             for tensor in tensors:
@@ -79,13 +81,14 @@ def write_gguf(
             size = file.tell()
             file.flush()
             os.fsync(file.fileno())
-        staging.rename(target)
+        partial.rename(target)
     except OSError as error:
         problem = f"cannot be written: {one_line(error)}"
         raise DiskError(str(target), problem, "is the disk full?") from None
     finally:
         with suppress(FileNotFoundError):
-            staging.unlink()
+            partial.unlink()
+        staging.release(partial)
     return size
 
 

@@ -48,6 +48,7 @@ from qserve.profile.profiler_config import ProfilerConfig
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to exit and killing it
 CLOSED = "the engine was closed"
+ENGINE_NAME = "The engine"  # how log lines call the only engine of a server
 WATCH_SECONDS = 1.0  # interval of the liveness check
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         watch: WatchEngine,
         limits: Limits,
+        name: str,
     ) -> None:
+        self._name = name
         self._process, self._reader, self._writer = process, reader, writer
         self._watch = watch
         self._limits = limits
@@ -155,6 +158,7 @@ class EngineClient:
         engine: str = ENGINE,
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
+        name: str = ENGINE_NAME,
         arguments: Sequence[str] = (),
         check: bool = True,
         waiting: WaitingEngine | None = None,
@@ -162,15 +166,15 @@ class EngineClient:
         """Start the process and wait for its model to load. Raises InputError on failure.
 
         `watch` gets the engine's reports; when the engine dies it gets a last report of zeros.
-        `arguments`: more command-line arguments for the process. `check`: refuse a model whose
-        logits differ from those stored in its folder. `waiting`: a process that runs already; it
-        has its engine and arguments.
+        `name`: how log lines call the engine, such as "Engine 1". `arguments`: more command-line
+        arguments for the process. `check`: refuse a model whose logits differ from those stored in
+        its folder. `waiting`: a process that runs already; it has its engine and arguments.
         """
         if waiting is not None:
             process, reader, writer = await waiting.take()
         else:
             process, reader, writer = await start_child(MODULE, f"--engine={engine}", *arguments)
-        client = cls(process, reader, writer, watch, limits or Limits())
+        client = cls(process, reader, writer, watch, limits or Limits(), name)
         try:
             writer.write(messages.encode(Start(config=config, check=check)))
             await client._wait_until_ready()
@@ -409,7 +413,7 @@ class EngineClient:
         if not self.is_alive:
             return
         if cause != CLOSED:
-            logger.error("The engine died: %s", cause)
+            logger.error("%s died: %s", self._name, cause)
         self._cause_of_death = cause
         self._dead.set()
         self._watch(EngineReport())

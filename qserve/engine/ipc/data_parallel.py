@@ -20,7 +20,7 @@ import msgspec
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import AnyCommand, EngineState, JoinWeightGroup, Outcome
-from qserve.engine.ipc.client import Watch, WatchEngine, ignore
+from qserve.engine.ipc.client import ENGINE_NAME, Watch, WatchEngine, ignore
 from qserve.engine.ipc.prefix_table import PrefixTable
 from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.engine.report import EngineReport
@@ -69,6 +69,7 @@ class DataParallelEngines:
         *,
         watch: WatchEngine = ignore,
         on_restart: Callable[[], None] | None = None,
+        name: str = ENGINE_NAME,
         arguments: Sequence[str] = (),
         **options: Any,
     ) -> "DataParallelEngines":
@@ -100,6 +101,7 @@ class DataParallelEngines:
                 configs[rank],
                 watch=lambda report: engines._take_report(rank, report),
                 on_restart=restarted,
+                name=name.replace(ENGINE_NAME, f"Engine {rank}"),
                 arguments=[*arguments, *logs.name_argument(f"engine {rank}")],
                 **options,
             )
@@ -111,7 +113,7 @@ class DataParallelEngines:
                 with _named(0):
                     engines._engines.append(await start_one(0))
                 others = others[1:]
-            logger.info("Starting engines %d to %d", others[0], others[-1])
+            logger.info("Starting engines: %s", ", ".join(map(str, others)))
             starting = [asyncio.create_task(start_one(rank)) for rank in others]
             try:
                 await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import AnyCommand, EngineState, Outcome, UpdateWeights
-from qserve.engine.ipc.client import EngineClient, Limits, Watch, WatchEngine, ignore
+from qserve.engine.ipc.client import ENGINE_NAME, EngineClient, Limits, Watch, WatchEngine, ignore
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
@@ -39,6 +39,7 @@ class EngineSupervisor:
         on_restart: Callable[[], None] | None,
     ) -> None:
         self._config, self._restarts, self._options = config, restarts, options
+        self._name = options["name"]
         self._on_restart = on_restart
         self._client: EngineClient
         self._given_up = asyncio.Event()
@@ -56,6 +57,7 @@ class EngineSupervisor:
         engine: str = ENGINE,
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
+        name: str = ENGINE_NAME,
         on_restart: Callable[[], None] | None = None,
         arguments: Sequence[str] = (),
         check: bool = True,
@@ -66,7 +68,7 @@ class EngineSupervisor:
         `on_restart` is called after each restart. Other arguments are those of EngineClient.start.
         """
         options = {"engine": engine, "watch": watch, "limits": limits, "arguments": arguments}
-        options["check"] = check
+        options |= {"check": check, "name": name}
         supervisor = cls(config, restarts, options, on_restart)
         supervisor._client = await EngineClient.start(config, waiting=waiting, **options)
         supervisor._task = asyncio.create_task(supervisor._supervise())
@@ -183,7 +185,7 @@ class EngineSupervisor:
 
     async def _start_again(self) -> None:
         self._num_left, self._is_starting = self._num_left - 1, True
-        logger.warning("Restarting the engine; %d more restarts are left", self._num_left)
+        logger.warning("%s restarts; %d more restarts are left", self._name, self._num_left)
         try:
             await asyncio.sleep(PAUSE_SECONDS)
             client = await EngineClient.start(self._config, **self._options)
@@ -192,7 +194,7 @@ class EngineSupervisor:
             if self._on_restart is not None:
                 self._on_restart()
         except (InputError, OSError) as error:
-            logger.error("The engine failed to restart: %s", error)
+            logger.error("%s failed to restart: %s", self._name, error)
         finally:
             self._is_starting = False
 
@@ -204,4 +206,5 @@ class EngineSupervisor:
         if problem:
             await client.close()
             raise InputError("the weights of the last update", problem)
-        logger.info("The restarted engine has weights version %s", client.state.weight_version)
+        version = client.state.weight_version
+        logger.info("%s has weights version %s", self._name, version)

@@ -160,6 +160,7 @@ class WorkerClient:
             writer.close()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            await process.wait()  # or asyncio logs its end when the loop is closed
             raise
         first = _resident(process.pid)
         return _Child(process=process, reader=reader, writer=writer, first_bytes=first)

@@ -1,7 +1,10 @@
 """Numbers of GPUs over which a checkpoint can be divided, as `inspect` prints them."""
 
+import json
+
 import pytest
 
+from formats.inspection.inspect import inspect_checkpoint
 from formats.inspection.linear_summary import LinearSummary
 from formats.inspection.parallel import parallel_sizes
 from formats.quant_config import QuantConfig
@@ -75,3 +78,17 @@ def test_narrow_experts_need_expert_parallel():
     assert found[8] and "expert-parallel" not in found[8], "4 experts for 8 GPUs"
     found = parallel_sizes(config, quant, [expert, linear(DOWN)])
     assert found[4] and "expert-parallel" not in found[4]
+
+
+def test_printed_report_names_an_equal_reason_once(docs_5m, tmp_path):
+    config = json.loads((docs_5m / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(docs_5m / "model.safetensors")
+    printed = {}
+    for name in ("LlamaForCausalLM", "FooForCausalLM"):
+        text = json.dumps({**config, "architectures": [name]})
+        (tmp_path / "config.json").write_text(text)
+        lines = inspect_checkpoint(tmp_path).to_text().splitlines()
+        (printed[name],) = (line for line in lines if line.startswith("tensor parallel: "))
+    assert printed["LlamaForCausalLM"].startswith("tensor parallel: 1, 2, 4 yes; 8 no: 4 attention")
+    assert printed["FooForCausalLM"].startswith("tensor parallel: 1 yes; 2, 4, 8 no: unknown: ")
+    assert printed["FooForCausalLM"].count("unknown") == 1

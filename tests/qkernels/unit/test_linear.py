@@ -167,6 +167,21 @@ def test_load_state_dict_keeps_the_files_dtypes():
     assert_same(state, layer.state_dict())
 
 
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "g_idx"])
+def test_load_state_dict_refuses_integers_that_were_cast(name, other):
+    """torch would convert them back, but a float cannot hold eight packed codes."""
+    state = QuantLinear.from_float(float_linear(), "w4a16-sym-g32").state_dict()
+    layer = QuantLinear.from_float(float_linear(seed=1), "w4a16-sym-g32")
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    cast = {f"up.{key}": tensor.clone() for key, tensor in state.items()}
+    cast[f"up.{name}"] = cast[f"up.{name}"].to(other)
+    words = f"up.{name}: expected torch.int32, found {other} .store it without a conversion"
+    with pytest.raises(RuntimeError, match=words):
+        torch.nn.ModuleDict({"up": layer}).load_state_dict(cast)
+    assert_same(before, layer.state_dict())
+
+
 def test_casting_a_model_keeps_the_scales():
     """Rounded to bfloat16, they would no longer be the checkpoint's; nor would the bias."""
     layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
@@ -294,6 +309,8 @@ def test_other_objects_than_dense_tensors_are_refused():
         QuantLinear.from_codes(codes.to_sparse(), scales, scheme="w4a16-sym")
     with pytest.raises(CheckpointError, match="expected integer codes .*complex64"):
         QuantLinear.from_codes(codes.to(torch.complex64), scales, scheme="w4a16-sym")
+    with pytest.raises(CheckpointError, match="expected integer codes .*torch.bool"):
+        QuantLinear.from_codes(codes > 0, scales, scheme="w4a16-sym")
     with pytest.raises(CheckpointError, match="mxfp4 weights have no integer codes"):
         QuantLinear.from_codes(codes, scales, scheme="w4a16-mxfp4")
 

@@ -1,5 +1,6 @@
 """The clients of examples/clients against a real server; each skipped without its library."""
 
+import runpy
 import subprocess
 import sys
 
@@ -34,6 +35,14 @@ def test_client_example_sends_images(start_server, tmp_path, name):
     command = [sys.executable, FOLDER / f"{name}.py", f"{server.url}/v1", "--model", "tiny"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "library"), {**SCRIPTS, **WITH_IMAGES}.items())
+def test_client_example_names_its_packages(monkeypatch, name, library):
+    for module in (library, "langchain_core"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(SystemExit, match="this example requires: pip install .*"):
+        runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
 def test_every_client_example_is_tested():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qserve.config import ServerConfig
+from qserve.processes.child_process import start_child
 from qserve.server.http.errors import ApiError
 from qserve.server.prepare import worker as module
 from qserve.server.prepare.preparation import LARGE_BYTES, Preparation, prepare
@@ -95,6 +96,26 @@ def test_dead_or_hanging_worker_fails_at_most_one_body(docs_5m, monkeypatch):
             assert late.value.status == 400
         finally:
             await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_close_while_starting_waits_for_the_process(docs_5m, monkeypatch):
+    started = []
+
+    async def start(*arguments):
+        started.append(await start_child(*arguments))
+        return started[-1]
+
+    async def scenario():
+        monkeypatch.setattr(module, "start_child", start)
+        setup = asyncio.get_running_loop().create_future()  # never set: no engine has loaded
+        client = WorkerClient(LoadTokenizer(folder=str(docs_5m)), setup)
+        while not started:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        await client.close()
+        assert started[0][0].returncode == -signal.SIGKILL
 
     asyncio.run(scenario())
 

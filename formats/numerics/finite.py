@@ -1,0 +1,24 @@
+"""check_finite: refuses tensors that contain NaN or infinity."""
+
+import torch
+
+from formats.errors import CheckpointError
+
+BLOCK_NUMBERS = 1 << 24  # checked at once, to save memory
+REMEDY = "replace these values, or get an intact copy of the model"
+
+
+def check_finite(name: str, tensor: torch.Tensor, remedy: str = REMEDY) -> None:
+    """Raise CheckpointError, naming the tensor and the first place, on NaN or infinity."""
+    rows = max(1, BLOCK_NUMBERS * len(tensor) // max(1, tensor.numel())) if tensor.ndim else 1
+    blocks = tensor.split(rows) if tensor.ndim else [tensor]
+    if all(torch.isfinite(block).all() for block in blocks):
+        return
+    wrong = ~torch.isfinite(tensor)
+    first = torch.unravel_index(wrong.flatten().int().argmax(), wrong.shape)
+    raise CheckpointError(
+        name,
+        f"contains NaN or infinity: {int(wrong.sum())} of {tensor.numel()} values, the first at"
+        f" {[int(index) for index in first]}",
+        remedy,
+    )
