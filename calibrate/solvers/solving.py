@@ -144,8 +144,8 @@ def move_scale(
     """Divide the outputs of `pair.previous` by scale_K, and multiply the linears' weights by it.
 
     Returns the changed tensors, with weights of quantized linears in float32, and updates the
-    statistics and the context's channel factors. A norm keeps its dtype; the linears absorb its rounding error, so
-    that the product stays exact.
+    statistics and the context's channel factors. A norm keeps its dtype; the linears absorb its
+    rounding error, so that the product stays exact.
     """
     changed: LayerState = {}
     scale_K = scale_K.float()

@@ -91,6 +91,8 @@ WRAPPERS = (
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
+    "Dots3NoteForCausalLM",
+    "Dots3NoteForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
@@ -104,6 +106,7 @@ _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
     "deepseek_ocr2_text": "deepseek",
+    "dots3_note": "dots3_note_text",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
@@ -173,6 +176,7 @@ _FLAT = (
     "phi4mm",
     "paddleocr_vl",
     "mimo_v2",
+    "dots3_note",
 )
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights

@@ -43,6 +43,7 @@ class IndexedLatentsSpec(CacheSpec):
 
     latents: CacheSpec
     heads: int  # attention heads on this rank
+    entry: int  # width of an entry of latents
     page_size: int
     width: int  # D
     dtype: torch.dtype  # of the indexer keys, the same as of activations
@@ -76,6 +77,7 @@ class IndexedLatentsSpec(CacheSpec):
             element_size=dtype.itemsize,
             sm_count=sm_count(device),
             shared_bytes=shared_bytes(device),
+            entry=self.entry,
             most=self.most,
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,
