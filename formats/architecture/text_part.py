@@ -71,6 +71,8 @@ WRAPPERS = (
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Omni_Reasoning_V3",
     "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
@@ -97,9 +99,7 @@ WRAPPERS = (
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
-    "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
-    "NemotronH_Omni_Reasoning_V3",
     "VideoLlavaForConditionalGeneration",
 )
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
@@ -158,6 +158,9 @@ _IN_TRANSFORMERS = {
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",
     "patch_merge_mlp": "multi_modal_projector",
+    "mlp1": "multi_modal_projector",
+    "sound_encoder": "audio_tower",
+    "sound_projection": "embed_audio",
 }
 _PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model", "patch_merge_mlp")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
