@@ -35,6 +35,8 @@ class ScalePair:
     # query heads read each of its heads. "up": the linear whose output is multiplied by the gate,
     # or passed to ReLU.
     kind: str
+    # Linears of an indexer that read the same input. They stay in float, and take the factors, too.
+    in_float: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +222,20 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
         readers = family.first_projections(config, layer)
         linears = tuple(name for projection in readers for name in _stored(projection))
         if linears:
-            yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+            yield ScalePair(
+                previous=norm_of[family.qkv.name],
+                linears=linears,
+                kind="norm",
+                in_float=_of_indexers(family, config, layer, family.qkv.inputs),
+            )
     if blocks.attention:
         for each in family.latent:
-            yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
+            yield ScalePair(
+                previous=norm_of[each.name],
+                linears=_stored(each),
+                kind="norm",
+                in_float=_of_indexers(family, config, layer, each.inputs),
+            )
         # Not where v is stored by head next to k (latent attention), and not with a norm on values,
         # which would undo the factors.
         mixes_heads = family.qkv.by_head or family.qkv.blocks
@@ -240,6 +252,18 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     activation = config.get(family.activation_key, family.activations[0])
     if family.gated or activation == "relu":
         yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
+
+
+def _of_indexers(
+    family: Family, config: Mapping[str, Any], layer: int, inputs: str
+) -> tuple[str, ...]:
+    """Return the linears of a layer's indexer whose input has the size `inputs`."""
+    readers: tuple[Projection, ...] = ()
+    if family.indexer is not None and family.indexer.is_in(layer, config):
+        readers = (family.indexer.queries, family.indexer.keys, family.indexer.weights)
+    if family.block_indexer is not None and family.block_indexer.is_in(layer, config):
+        readers = (family.block_indexer.queries, family.block_indexer.keys)
+    return tuple(name for each in readers if each.inputs == inputs for name in _stored(each))
 
 
 def find_layer_map(config: dict[str, Any]) -> LayerMap:

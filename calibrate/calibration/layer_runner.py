@@ -339,7 +339,8 @@ class LayerRunner:
         elif self.eager and mask is not None:  # XGLM's layers check its shape
             mask = mask.expand(len(hidden_BSD), -1, -1, -1)
         indexer = self.layer_map.family.indexer
-        if indexer is not None and not indexer.is_in(layer, self.raw_config):
+        is_read = indexer is not None and indexer.shared
+        if is_read and not indexer.is_in(layer, self.raw_config):
             others["prev_topk_indices"] = self._all_keys(hidden_BSD)
         kinds = [None if each is None else each.is_expert_S for each in media]
         if any(each is not None for each in kinds):

@@ -50,6 +50,8 @@ ADJACENT = ("glm4v_text", "glm_ocr_text")
 MUTUAL_PROMPTS = ("paligemma",)
 # Models whose tensors transformers finds only together with the output matrix
 WITH_HEAD = ("lighton_ocr",)
+# Models of which transformers has only the class with the output matrix
+ONLY_WITH_HEAD = ("nemotron_h_omni",)
 Media = Sequence[WindowMedia | None]  # one entry per window of a batch; None: text only
 
 
@@ -186,9 +188,9 @@ class VisionModel:
             )
             _shorten_(config.get_text_config())
             has_head = config.model_type in WITH_HEAD
-            loader = (
-                transformers.AutoModelForImageTextToText if has_head else transformers.AutoModel
-            )
+            loader = transformers.AutoModel
+            if has_head or config.model_type in ONLY_WITH_HEAD:
+                loader = transformers.AutoModelForImageTextToText
             with _quiet():
                 loaded, facts = loader.from_pretrained(
                     folder,
@@ -305,8 +307,9 @@ def _quiet() -> Iterator[None]:
 def _shorten_(text: Any) -> None:
     """Reduce a text model's config to one layer, because its layers are not used."""
     text.num_hidden_layers = 1
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
+    for key in ("layer_types", "layers_block_type"):
+        if getattr(text, key, None):
+            setattr(text, key, getattr(text, key)[:1])
     if getattr(text, "mlp_only_layers", None):
         text.mlp_only_layers = []
     for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):

@@ -41,6 +41,9 @@ class TargetOutputs:
     images: TargetImages | None = None  # None: the windows have no images
 
 
+LAST_NORMS = ("norm", "embedding_norm", "norm_f")  # the second is LFM2's, the third Nemotron-H's
+
+
 class Target:
     """A frozen causal language model, or vision-language model."""
 
@@ -81,8 +84,10 @@ class Target:
         self.config = model.config.get_text_config()
         decoder = model.get_decoder()
         self._decoder = decoder if hasattr(decoder, "layers") else decoder.model  # Llama 4's
-        norm = "norm" if hasattr(self._decoder, "norm") else "embedding_norm"  # LFM2's
+        norm = next(name for name in LAST_NORMS if hasattr(self._decoder, name))
         self._norm = self._decoder.get_submodule(norm)
+        # Nemotron Nano Omni: only the text model knows its head.
+        self._head = model.get_output_embeddings() or model.language_model.get_output_embeddings()
         num_layers = self.config.num_hidden_layers
         self.aux_layers = default_aux_layers(num_layers) if aux_layers is None else aux_layers
         places = [*self._decoder.layers, self._norm]
@@ -107,7 +112,7 @@ class Target:
 
     @property
     def head(self) -> torch.Tensor:
-        return self.model.get_output_embeddings().weight
+        return self._head.weight
 
     @property
     def last_norm(self) -> torch.Tensor:
@@ -209,7 +214,7 @@ class Target:
         }
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
-        logits = self.model.get_output_embeddings()(last)
+        logits = self._head(last)
         config: Any = self.config
         divisor = getattr(config, "logits_scaling", None)
         logits = logits if divisor is None else logits / divisor
@@ -245,7 +250,7 @@ class Target:
 
         ids = prompts_BP.to(self.device)
         if can_sample(self.config):
-            head = self.model.get_output_embeddings()
+            head = self._head
             self._states.clear()
             return continued(self._decoder, head, ids, length, temperature)
         cache, texts = DynamicCache(), [ids]

@@ -146,9 +146,9 @@ def move_scale(
 ) -> LayerState:
     """Divide the outputs of `pair.previous` by scale_K, and multiply the linears' weights by it.
 
-    Returns the changed tensors, with weights of linears in float32, and updates the statistics and
-    the context's channel factors. A norm keeps its dtype; the linears absorb its rounding error, so
-    that the product stays exact.
+    Returns the changed tensors, with weights of quantized linears in float32, and updates the
+    statistics and the context's channel factors. A norm keeps its dtype; the linears absorb its
+    rounding error, so that the product stays exact.
     """
     changed: LayerState = {}
     scale_K = scale_K.float()
@@ -184,6 +184,9 @@ def move_scale(
         changed[f"{name}.weight"] = state[f"{name}.weight"].float() * scale_K
         if context.layer_map.expert_kind(name) is None:
             context.factors.multiply_inputs_(name, scale_K)
+    for name in pair.in_float:
+        in_float = state[f"{name}.weight"]
+        changed[f"{name}.weight"] = (in_float.float() * scale_K).to(in_float.dtype)
     statistics[pair.linears[0]].scale_(scale_K)
     return changed
 

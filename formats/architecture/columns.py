@@ -113,18 +113,21 @@ class Indexer:
     count_key: str  # key of config.json: number of keys that a query sees
     # key of config.json: list with "full" for each layer with an indexer; empty: all layers have it
     kinds_key: str = ""
+    kind: str = "full"  # the entry of layers with an indexer
+    # Layers without an indexer attend to the keys that an earlier layer's indexer selected; False:
+    # to those in their window.
+    shared: bool = True
     interleaved: bool = False  # interleaved RoPE in the indexer; attention may differ
 
     def is_in(self, layer: int | None, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has an indexer.
 
-        Without one, a layer attends to the keys that an earlier layer's indexer selected. Draft
-        layers, which config.json does not list, have an indexer.
+        Draft layers, which config.json does not list, have one.
         """
         kinds = config.get(self.kinds_key)
         if layer is None or not isinstance(kinds, list) or layer >= len(kinds):
             return True
-        return kinds[layer] == "full"
+        return kinds[layer] == self.kind
 
     @property
     def tensors(self) -> dict[str, Shape]:

@@ -74,7 +74,7 @@ class Family(FamilyFields):
         if not self.full_layers or layer is None or not isinstance(kinds, list):
             return LayerKind(full=False, shared=False)
         return LayerKind(
-            full=layer < len(kinds) and kinds[layer] == "full_attention",
+            full=layer < len(kinds) and kinds[layer] == self.full_type,
             shared=layer >= self._first_shared(config),
         )
 
@@ -137,9 +137,16 @@ class Family(FamilyFields):
         numbers = range(first, first + min(count, MAX_LAYERS))
         return tuple(f"{self.layer.format(i=number)}." for number in numbers)
 
+    def further_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the prefixes of layers after the model's that are not read, also not to draft.
+
+        They may have other shapes.
+        """
+        return self._layers_after(config, self.unread_layers_key)
+
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of tensors that the model itself does not use."""
-        layers = self.draft_layers(config) + self._layers_after(config, self.unread_layers_key)
+        layers = self.draft_layers(config) + self.further_layers(config)
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)

@@ -10,6 +10,11 @@ _CHATGLM = (
     "is the form of ChatGLM that runs code from its folder",
     "use its form for transformers, such as zai-org/glm-4-9b-chat-hf",
 )
+_INKLING = (
+    "has biases of attention that depend on the distance and on the query, and four short"
+    " convolutions in each layer, which are not supported",
+    "use a model of a family that `qserve families` lists",
+)
 # architecture -> (problem, remedy)
 REFUSED: dict[str, tuple[str, str]] = {
     "ChatGLMModel": _CHATGLM,
@@ -17,6 +22,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     "RWForCausalLM": (
         "is the form of Falcon that runs code from its folder",
         "use its form for transformers, such as tiiuae/falcon-7b",
+    ),
+    **dict.fromkeys(
+        (
+            *("InklingForCausalLM", "InklingForConditionalGeneration"),
+            *("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
+        ),
+        _INKLING,
     ),
 }
 

@@ -28,6 +28,8 @@ _NUMBERS = (
     *("o_lora_rank", "o_groups", "num_experts_per_tok", "hc_mult"),
     *("compress_rate_csa", "compress_rate_hca"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    # latents of layers with a window, in families whose layers differ in latents
+    *("local_q_lora_rank", "local_kv_lora_rank", "local_qk_nope_head_dim"),
 )
 
 
@@ -132,21 +134,36 @@ def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:
 
 
 def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the output sizes of the projections of latent attention."""
+    """Return the output sizes of the projections of latent attention.
+
+    The prefixes "global" and "local" are those of `_sizes_by_kind`.
+    """
+    return {
+        **_latents(sizes, "", "", "num_attention_heads"),
+        **_latents(sizes, "global_", "", "num_global_attention_heads"),
+        **_latents(sizes, "local_", "local_", "num_local_attention_heads"),
+    }
+
+
+def _latents(
+    sizes: Mapping[str, int | None], prefix: str, widths: str, heads_key: str
+) -> dict[str, int | None]:
+    """Return the sizes of one kind of layers. `widths`: prefix of the keys of its widths."""
     rank, nope, rope, value, heads = (
         sizes[name]
         for name in (
-            *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-            "num_attention_heads",
+            *(f"{widths}kv_lora_rank", f"{widths}qk_nope_head_dim"),
+            *("qk_rope_head_dim", "v_head_dim", heads_key),
         )
     )
-    if not (rank and nope and rope and value and heads):
-        return dict.fromkeys(("latent", "latent_q", "latent_kv"))
-    return {
-        "latent": rank + rope,  # size of a token's cache entry
-        "latent_q": heads * (nope + rope),
-        "latent_kv": heads * (nope + value),
-    }
+    found: dict[str, int | None] = dict.fromkeys(("latent", "latent_q", "latent_kv"))
+    if rank and nope and rope and value and heads:
+        found = {
+            "latent": rank + rope,  # size of a token's cache entry
+            "latent_q": heads * (nope + rope),
+            "latent_kv": heads * (nope + value),
+        }
+    return {f"{prefix}{name}": each for name, each in found.items()}
 
 
 def _compressed_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:

@@ -71,6 +71,8 @@ WRAPPERS = (
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Omni_Reasoning_V3",
     "PaddleOCRVLForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
@@ -91,19 +93,20 @@ WRAPPERS = (
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
+    "Dots3NoteForCausalLM",
+    "Dots3NoteForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
-    "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
-    "NemotronH_Omni_Reasoning_V3",
     "VideoLlavaForConditionalGeneration",
 )
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
     "deepseek_ocr2_text": "deepseek",
+    "dots3_note": "dots3_note_text",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
     "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
@@ -155,6 +158,9 @@ _IN_TRANSFORMERS = {
     "qwen2_model": "vision_tower",
     "vit": "vision_tower",
     "patch_merge_mlp": "multi_modal_projector",
+    "mlp1": "multi_modal_projector",
+    "sound_encoder": "audio_tower",
+    "sound_projection": "embed_audio",
 }
 _PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model", "patch_merge_mlp")
 # tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
@@ -173,6 +179,7 @@ _FLAT = (
     "phi4mm",
     "paddleocr_vl",
     "mimo_v2",
+    "dots3_note",
 )
 _OTHER_CONFIGS = ("vision_config", "audio_config")
 # Phi4MMForCausalLM: adapters inside of the model, for images and for sounds, next to the weights

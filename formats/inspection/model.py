@@ -175,12 +175,17 @@ def check_shapes(
 
 
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
-    """Return a function from a tensor's full name to its shape, also for optional biases."""
+    """Return a function from a tensor's full name to its shape, also for optional biases.
 
+    Layers that are not read may have any shapes.
+    """
+    further = family.further_layers(config)
     # key: type of the layer, and whether it has a recurrent state
     tables: dict[tuple[LayerKind, bool], dict[str, Shape]] = {}
 
     def find(name: str) -> Shape | None:
+        if name.startswith(further):
+            return None
         match = LAYER_NUMBER.search(name)
         layer = int(match[1]) if match else None
         has_state = layer is not None and family.has_state(layer, config)

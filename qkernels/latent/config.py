@@ -10,6 +10,7 @@ from qkernels.latent.expanded import BLOCK_HEADS, heads_of_group
 
 MAX_SPLIT_KV = 32
 LARGE_SHARED = 200_000  # bytes of shared memory per block; sm_90 and sm_100 have 232,448
+USUAL_ENTRY = 640  # numbers of an entry up to which the usual configs fit into shared memory
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and merge than it saves
 
 
@@ -34,16 +35,18 @@ def default_latent_config(
     max_context_len: int,
     sm_count: int,
     shared_bytes: int,
+    entry: int = USUAL_ENTRY,
 ) -> LatentConfig:
-    """Choose a config from numbers that the host knows.
+    """Choose a config from numbers that the host knows. `entry`: numbers of an entry.
 
     So a CUDA graph that was captured with the config stays valid.
     """
     # 64 keys and 32 rows of 576 numbers take 115 KB; measured only on sm_90
-    is_large = shared_bytes >= LARGE_SHARED and element_size < 4
+    is_wide = entry > USUAL_ENTRY
+    is_large = shared_bytes >= LARGE_SHARED and element_size < 4 and not is_wide
     block_heads = min(2 * BLOCK_HEADS if is_large else BLOCK_HEADS, power_of_two(heads))
     # 32 rows share each loaded entry; 64 rows would spill registers (compiled for sm_90)
-    rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 else 32
+    rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 or is_wide else 32
     block_q = rows // block_heads
     tiles = max(1, num_requests * -(-max_query_len // block_q) * -(-heads // block_heads))
     split = 1
@@ -58,9 +61,9 @@ def default_latent_config(
         block_q=block_q,
         # 128 requests of 4,096 keys. With 32 rows: 289 us with 64 keys, 447 us with 32 keys. With
         # 16 rows: 301 and 228 us.
-        keys=16 if element_size == 4 else 64 if is_large and rows == 32 else 32,
+        keys=16 if element_size == 4 or is_wide else 64 if is_large and rows == 32 else 32,
         split=split,
-        warps=4 if rows == 16 else 8,
+        warps=4 if rows == 16 and not is_wide else 8,
         stages=2,
     )
 
@@ -74,6 +77,7 @@ def latent_boundaries(
     max_tokens: int,
     max_context_len: int,
     shared_bytes: int,
+    entry: int = USUAL_ENTRY,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (requests, tokens per request, keys) that together launch every kernel."""
     config_of = partial(
@@ -82,6 +86,7 @@ def latent_boundaries(
         element_size=element_size,
         sm_count=sm_count,
         shared_bytes=shared_bytes,
+        entry=entry,
     )
     return boundaries_of(
         config_of,
@@ -124,6 +129,7 @@ def selected_boundaries(
     max_tokens: int,
     max_context_len: int,
     shared_bytes: int,
+    entry: int = USUAL_ENTRY,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (1, rows, keys) that together launch every kernel over selected keys.
 
@@ -140,6 +146,7 @@ def selected_boundaries(
             max_context_len=most,
             sm_count=sm_count,
             shared_bytes=shared_bytes,
+            entry=entry,
         )
         if keys <= max_context_len:
             first.setdefault(config, (1, rows, keys))

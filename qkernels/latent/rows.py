@@ -5,6 +5,7 @@ import torch
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.gpu.device import lacks_arch
+from qkernels.latent.config import USUAL_ENTRY
 from qkernels.latent.sm90_decode_config import CHUNK_WIDTH, LATENT_WIDTHS, PAGE_SIZES
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import (
@@ -17,13 +18,15 @@ from qkernels.problem import (
 )
 
 SM90_DECODE = "sm90_decode"
-MAX_ENTRY = 640  # two steps of wider entries do not fit into shared memory on every GPU
+MAX_ENTRY = 1152  # registers hold sums of 16 rows of a latent
 
 
 def triton_latents(problem: Problem) -> str | None:
+    # two steps of wider entries in float32 do not fit into shared memory on every GPU
+    most = MAX_ENTRY if problem.dtype in HALF_DTYPES else USUAL_ENTRY
     reason = needs_triton_on_gpu(problem)
-    if reason is None and problem.head_dim > MAX_ENTRY:
-        return f"takes entries of up to {MAX_ENTRY}, not {problem.head_dim}"
+    if reason is None and problem.head_dim > most:
+        return f"takes entries of up to {most} in {problem.dtype}, not {problem.head_dim}"
     if reason is None and problem.pages_dtype in CODE_DTYPES.values() and not problem.tma_pages:
         return "takes 8-bit pages only if entries and latents have a multiple of 16 numbers"
     return reason or refuses_pages(problem)
@@ -51,6 +54,8 @@ def sm90_decode(problem: Problem) -> str | None:
 
 
 def in_fixed_order(problem: Problem) -> str | None:
+    if problem.head_dim > USUAL_ENTRY:
+        return f"takes entries of up to {USUAL_ENTRY}, not {problem.head_dim}"
     return fixed_order(problem, triton_latents)
 
 

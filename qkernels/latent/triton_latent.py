@@ -52,6 +52,7 @@ def latent_attention(
             max_context_len=step.max_context_len,
             sm_count=sm_count(q_THE.device),
             shared_bytes=shared_bytes(q_THE.device),
+            entry=E,
         )
     partials = sums = None
     if config.split > 1:

@@ -139,6 +139,14 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
     most = max_model_len if indexer is None else model.values[indexer.count_key]
     if blocks is not None:
         most = blocks.most_keys(model.values)
+    windows = [each for each in model.windows if each is not None]
+    if config.batch_invariant and model.family.latent and windows and max_model_len > windows[0]:
+        raise InputError(
+            "--batch-invariant",
+            f"does not work with {model.family.architecture} beyond {windows[0]} tokens: no kernel"
+            " for windows of latent attention adds in an order that does not depend on the batch",
+            f"use --max-model-len {windows[0]}, or remove it",
+        )
     if config.batch_invariant and max_model_len > most:
         raise InputError(
             "--batch-invariant",

@@ -44,7 +44,8 @@ class SlotMemory:
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
         for number, place in enumerate(layout.places):
-            if place.projection in decoder.config.family.latent[-1:]:
+            row = decoder.config.family.of_layer(place.layer, decoder.config.values)
+            if place.projection in row.latent[-1:]:
                 attention = decoder.layers[decoder.layer_numbers.index(place.layer)].attention
                 attention.adapters = LatentAdapters(
                     self._weights(number, place),

@@ -354,7 +354,7 @@ def _ropes(
         is_full = family.kind_of_layer(number, vars(config)).full
         rope = RopeConfig.from_dict(
             parameters,
-            dim=config.global_head_dim if is_full else head_dim,
+            dim=config.global_head_dim if is_full and not family.latent else head_dim,
             max_position=config.max_position_embeddings,
             interleaved=is_set(family.interleaved_rope, vars(config)),
             is_reversed=family.reversed_rope,

@@ -75,7 +75,7 @@ HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
     **{
         f"{kind}_{name}": (kind, name in ("kv", "v"))
         for kind in KINDS
-        for name in ("q", "kv", "v", "o")
+        for name in ("q", "kv", "v", "o", "latent_q", "latent_kv")
     },
     **{f"num_{kind}_attention_heads": (kind, False) for kind in KINDS},
     **{f"num_{kind}_key_value_heads": (kind, True) for kind in KINDS},

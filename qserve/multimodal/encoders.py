@@ -162,6 +162,20 @@ def _encode_step(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.multi_modal_projector(states_NMC)
 
 
+def _encode_radio(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode images of Nemotron Nano Omni, all of one size.
+
+    Models with MTP layers normalize the tower's output, without weights.
+    """
+    pixels_NCHW, vision = torch.stack(inputs["pixel_values"]), model.config.vision_config
+    states_NPC = model.vision_model(pixels_NCHW).features
+    if model.config.text_config.num_nextn_predict_layers:
+        width = states_NPC.shape[-1:]
+        states_NPC = torch.nn.functional.layer_norm(states_NPC, width, eps=vision.layer_norm_eps)
+    rows, columns = (side // vision.patch_size for side in pixels_NCHW.shape[2:])
+    return model.project_vision_features(states_NPC, rows, columns)
+
+
 def _encode_phi4(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the tiles of Phi-4-multimodal and the overview of each image.
 
@@ -225,6 +239,7 @@ ENCODERS: dict[str, Encode] = {
     "kimi": _encode_kimi,
     "muse": _encode_muse,
     "step": _encode_step,
+    "radio": _encode_radio,
     "phi4": _encode_phi4,
     "views": _encode_views,
     "slices": _encode_slices,

@@ -51,6 +51,7 @@ class VisionFamily:
     # config.json's values -> values of a model that transformers has; None: unchanged. The function
     # returns None for a vision part that is not supported
     config: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
+    auto_class: str = "AutoModel"  # transformers' class that finds the model's class
     states_tower: bool = True  # False: config.json may have no vision_config
     # model_type of another tower that the architecture may have -> layout and encoder with it
     towers: Mapping[str, tuple[str, str]] = field(default_factory=dict)

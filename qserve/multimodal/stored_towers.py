@@ -15,6 +15,7 @@ import torch
 
 from formats.errors import CheckpointError
 from qserve.multimodal.stored_forms.internvl_tensors import internvl_tensors
+from qserve.multimodal.stored_forms.nemotron import nemotron_tensors
 from qserve.multimodal.stored_forms.step_tensors import step_tensors
 
 # name after the prefix is replaced, tensor, config.json's values -> names and tensors of the model
@@ -182,6 +183,7 @@ CONVERSIONS: dict[str, Convert] = {
     "": _as_stored,
     "kimi": _kimi,
     "internvl": internvl_tensors,
+    "nemotron": nemotron_tensors,
     "step": step_tensors,
     "phi4": partial(_renamed, _PHI_4_PARTS),
     "paddle": _paddle,

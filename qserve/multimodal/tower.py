@@ -35,6 +35,7 @@ from qserve.multimodal.video_processor import VideoProcessor
 # 512, or 5 images of 1024 x 1024. A single item may have more.
 MAX_VALUES = 2**24
 SAM_CONFIG = "sam_config"  # key of vision_config in DeepSeek-OCR
+PIXEL_DTYPES = ("uint8", "float32")  # of features with pixels, from 0 to 255
 # keys of vision_config with the width of the tower, the first one counts
 WIDTHS = ("embed_dim", "hidden_size", "mm_embed_dim")
 # keys of vision_config in which transformers accepts numbers below 1
@@ -169,7 +170,7 @@ class Tower(torch.nn.Module):
                 if self.encode_grid is not None and feature.name == "image_grid_thw":
                     continue  # only the host needs it
                 tensor = self._to_device(feature)
-                if feature.dtype == "uint8":
+                if feature.dtype in PIXEL_DTYPES:
                     tensor = self.normalizers[frame.kind](tensor).to(self.dtype)
                 inputs.setdefault(feature.name, []).append(tensor)
         if self.encode_grid is not None:
@@ -224,7 +225,8 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     `is_random`: initialize the weights at random; else they are left uninitialized. Raises
     CheckpointError.
     """
-    from transformers import AutoConfig, AutoModel
+    import transformers
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     values = copy.deepcopy(dict(config.values))
@@ -253,7 +255,8 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     try:
         filled = AutoConfig.for_model(values.pop("model_type"), **values)
         with contextlib.nullcontext() if is_random else no_init_weights():
-            model = AutoModel.from_config(filled, dtype=torch.float32)
+            auto = getattr(transformers, config.family.auto_class)
+            model = auto.from_config(filled, dtype=torch.float32)
     except Exception as error:  # transformers does not document its exceptions
         raise CheckpointError(
             "config.json vision_config",

@@ -31,6 +31,7 @@ TOOL_RULES = (
     Rule(parser="deepseek_v31", has=("<｜tool▁calls▁begin｜>",)),
     Rule(parser="kimi_k2", has=("<|tool_calls_section_begin|>",)),
     Rule(parser="minimax_m2", has=("<minimax:tool_call>",)),
+    Rule(parser="dots", has=("<dots_function_call>",)),
     Rule(parser="minimax_m3", has=("]<]minimax[>[", "<tool_call>")),
     Rule(parser="seed_oss", has=("<seed:tool_call>",)),
     Rule(parser="step3", has=("<steptml:invoke",)),

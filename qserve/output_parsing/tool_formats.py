@@ -70,6 +70,7 @@ MINIMAX = Tags(
     quote='"',
     is_spaced=True,
 )
+DOTS = replace(MINIMAX, call="<dots_function_call>", call_end="</dots_function_call>", trims=True)
 # Only the grammar uses these; an end tag has the argument's name after `value_end`.
 MINIMAX_M3 = Tags(
     call=f"{SPACE_NAME}<tool_call>",
@@ -184,6 +185,12 @@ TOOL_PARSERS = {
         opens=("<minimax:tool_call>\n", "<invoke name="),
         body=tagged(MINIMAX),
         closes=("</invoke>\n", "</minimax:tool_call>"),
+        num_shared=1,
+    ),
+    "dots": ToolFormat(
+        opens=("<dots_function_call>\n", "<invoke name="),
+        body=tagged(DOTS),
+        closes=("</invoke>\n", "</dots_function_call>"),
         num_shared=1,
     ),
     "minimax_m3": ToolFormat(

@@ -172,6 +172,36 @@ def test_parameters_of_published_minimax_m3():
     assert sum(counts) == pytest.approx(428e9, rel=0.01)
 
 
+def test_parameters_of_published_dots3_note():
+    """The row's shapes, by published keys, add up to the 280 billion of the model card."""
+    full = {0, 1, *range(5, 46, 4)}
+    config = canonical_config(
+        {
+            **{"architectures": ["Dots3NoteForCausalLM"], "model_type": "dots3_note"},
+            **{"vocab_size": 152064, "hidden_size": 5120, "num_hidden_layers": 46},
+            **{"intermediate_size": 13824, "moe_intermediate_size": 1536},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 1},
+            **{"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1024},
+            **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "swa_num_attention_heads": 64, "swa_q_lora_rank": 1024},
+            **{"swa_kv_lora_rank": 1024, "swa_qk_nope_head_dim": 192, "swa_v_head_dim": 128},
+            **{"swa_qk_rope_head_dim": 64, "index_n_heads": 64, "index_head_dim": 128},
+            "layer_types": [
+                "full_attention" if i in full else "sliding_attention" for i in range(46)
+            ],
+            "tie_word_embeddings": False,
+        }
+    )
+    family = FAMILIES[config["architectures"][0]]
+    sizes = family.sizes(config)
+    counts = [
+        math.prod(size(names, sizes) for names in shape)
+        for shape in family.tensors(config).values()
+    ]
+    assert sum(counts) == pytest.approx(280e9, rel=0.005)
+    assert len(full) == 13
+
+
 # Text models that exist only with a vision tower -> their tiny models (tests/tiny_vision)
 ONLY_WITH_IMAGES = {"Ernie4_5_VLMoeForCausalLM": "ernie_vl"}
 

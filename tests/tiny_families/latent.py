@@ -30,6 +30,20 @@ COMPRESSED = {
         **{"beta_fast": 32.0, "beta_slow": 1.0},
     },
 }
+# Two geometries. One layer with a window comes before the last one without.
+DOTS = {
+    **{"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+    **{"v_head_dim": 40, "head_dim": 40, "num_key_value_heads": 4, "sliding_window": 9},
+    **{"swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 64},
+    **{"swa_kv_lora_rank": 96, "swa_qk_nope_head_dim": 32, "swa_head_dim": 48},
+    **{"swa_v_head_dim": 40, "swa_qk_rope_head_dim": 16, "swa_rope_theta": 300.0},
+    **{"index_topk": 128, "index_n_heads": 16, "index_head_dim": 32, "rope_theta": 20000.0},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    **{"moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 1.8},
+    "shared_experts_intermediate_size": 48,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "pad_token_id": 0,
+}
 FAMILIES = {
     # queries of their own, one group
     "deepseek_v2": (
@@ -57,6 +71,7 @@ FAMILIES = {
     ),
     # each type of attention; windows end within pages of 16 and 8 tokens, and go over their ends
     "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
+    "dots3": ("Dots3NoteTextConfig", DOTS),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         {**LATENT, "q_lora_rank": 96, "n_group": 1, "topk_group": 1, "pad_token_id": 0},

@@ -1,5 +1,6 @@
 """Models with images of any size and rotary positions in the tower, other than Qwen's."""
 
+from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_vision.parts import PIXELS, TOWER
 
 # Sides of at most 64 pixels, rounded up to multiples of 16: 4 x 4 embeddings.
@@ -82,7 +83,28 @@ MUSE_GLIMMER = {
     "image_processor": "MuseGlimmerImageProcessor",
     "processor": {**PIXELS, "patch_size": 8, "max_image_tokens": 12},
 }
+# 4 to 12 patches, 4 for each embedding.
+NEMOTRON_OMNI = {
+    "config": "NemotronH_Omni_Reasoning_V3_Config",
+    "tokens": ["<image>", "<img>", "</img>"],
+    "placeholder": "<image>",
+    "text_type": "nemotron_h",
+    "text": TINY_FAMILIES["nemotron_h"][1],
+    "without": ("head_dim", "num_hidden_layers"),
+    "vision": {
+        **{"model_type": "radio", "hidden_size": 32, "num_hidden_layers": 2, "patch_size": 8},
+        **{"num_attention_heads": 2, "max_img_size": 48, "num_cls_tokens": 2, "num_registers": 3},
+        **{"video_temporal_patch_size": 2, "initializer_range": 0.2},
+    },
+    "whole": {"vision_hidden_size": 32, "projector_hidden_size": 48},
+    "image_processor": "NemotronH_Omni_Reasoning_V3ImageProcessor",
+    "processor": {
+        **{"norm_mean": PIXELS["image_mean"], "norm_std": PIXELS["image_std"]},
+        **{"patch_size": 8, "min_num_patches": 8, "max_num_patches": 40},
+    },
+}
 FAMILIES = {
+    "nemotron_omni": NEMOTRON_OMNI,
     "muse_glimmer": MUSE_GLIMMER,
     "mistral3": MISTRAL_3,
     "lighton_ocr": LIGHT_ON_OCR,

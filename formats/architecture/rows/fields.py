@@ -73,6 +73,7 @@ class FamilyFields:
     # Fields that differ in layers with full attention (`layer_types`). The size of their heads is
     # "global_head_dim".
     full_layers: Mapping[str, Any] = field(default_factory=dict)
+    full_type: str = "full_attention"  # entry of layer_types of such layers
     keys_are_values: Flag = False  # in full layers, keys are also values: qkv has no v
     # Key of config.json: number of last layers without keys and values, which read those of the
     # last earlier layer of their type.

@@ -1,6 +1,7 @@
 """Rows of families with latent attention."""
 
 from formats.architecture.rows.deepseek_v4 import DEEPSEEK_V4
+from formats.architecture.rows.dots import DOTS_3
 from formats.architecture.rows.latent_parts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -23,6 +24,7 @@ LATENT = (
     ),
     family_row("DeepseekV32ForCausalLM", "DeepSeek-V3.2", "deepseek_v32", **DEEPSEEK_V32),
     family_row("DeepseekV4ForCausalLM", "DeepSeek-V4", "deepseek_v4", **DEEPSEEK_V4),
+    family_row("Dots3NoteForCausalLM", "dots3-note (text)", "dots3_note_text", **DOTS_3),
     family_row("GlmMoeDsaForCausalLM", "GLM-5", "glm_moe_dsa", **GLM_5),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
     family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),

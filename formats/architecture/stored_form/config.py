@@ -9,6 +9,7 @@ from formats.architecture.rows.uneven import laguna_heads
 from formats.architecture.stored_form import (
     classics,
     deepseek_v4,
+    dots,
     gemma,
     hybrids,
     latent,
@@ -24,7 +25,7 @@ from formats.families import family_of
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
-    "minimax_m3": "minimax_m3_vl_text",
+    **{"minimax_m3": "minimax_m3_vl_text", "dots3_note": "dots3_note_text"},
     **{
         "jina_embeddings_v5": "qwen3",
         "mimo": "qwen2",
@@ -72,6 +73,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),
     "deepseek_v4": deepseek_v4.keys,
+    "dots3_note_text": dots.dots3,
     "glm_moe_dsa": latent.selecting(2048, 32),
     "olmo_hybrid": hybrids.olmo_hybrid,
     "kimi_linear": hybrids.kimi_linear,

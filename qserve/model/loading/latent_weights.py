@@ -17,20 +17,22 @@ from qserve.model.blocks.rotary import Rotary
 from qserve.model.tp_plan import LinearPart
 
 
-def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+def absorbed(
+    weights: Any, prefix: str, projection: Projection, shape: LatentShape
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return W_UK [H, P, L] and W_UV [H, L, V] of the layer with this prefix.
 
-    A quantized kv_b_proj is dequantized here, because the product with W_UK reduces over the
-    outputs of kv_b_proj, which kernels for packed weights do not support. `weights`:
-    qserve.model.loading.weights.Weights.
+    `projection`: the linear from latents to keys and values. If it is quantized, it is dequantized
+    here, because the product with W_UK reduces over its outputs, which kernels for packed weights
+    do not support. `weights`: qserve.model.loading.weights.Weights.
     """
-    (linear,) = weights.family.latent[-1].linears
+    (linear,) = projection.linears
     name, stored = f"{prefix}.{linear.name}", weights.shape(linear.shape)
     if weights.source.is_quantized(name):
         whole_NL = weights.source.weight(name, stored).dequantize()
     else:
         whole_NL = weights.source.tensor(f"{name}.weight", stored)
-    rows = weights.tp_plan.head_rows("latent_kv")
+    rows = weights.tp_plan.head_rows(linear.outputs[0])
     if rows is not None:
         weights.parts[name] = LinearPart(rows=(rows,))
         whole_NL = whole_NL[slice(*rows)]

@@ -256,7 +256,7 @@ class LayerWeights:
 
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Return W_UK and W_UV of latent attention."""
-        return absorbed(self._weights, self._prefix, shape)
+        return absorbed(self._weights, self._prefix, self._family.latent[-1], shape)
 
     @property
     def selects_keys(self) -> bool:

@@ -23,6 +23,7 @@ from qserve.multimodal.image_processors.kind import Cut, Kind, is_number
 from qserve.multimodal.image_processors.lfm2_vl import LFM2_VL
 from qserve.multimodal.image_processors.llama4 import LLAMA_4
 from qserve.multimodal.image_processors.muse_glimmer import MUSE_GLIMMER
+from qserve.multimodal.image_processors.nemotron import NEMOTRON
 from qserve.multimodal.image_processors.phi4 import PHI_4
 from qserve.multimodal.image_processors.stated_options import COPY_OPTIONS, stated_options
 from qserve.multimodal.image_processors.step import STEP
@@ -42,6 +43,7 @@ KINDS: dict[str, Kind] = {
     "gemma4_unified": GEMMA_4_UNIFIED,
     "internvl": INTERNVL_CHAT,
     "muse_glimmer": MUSE_GLIMMER,
+    "nemotron": NEMOTRON,
     "phi4": PHI_4,
     "step": STEP,
     "deepseek_ocr": DEEPSEEK_OCR,

@@ -37,8 +37,12 @@ def _layout(
     unit_of: Unit,
     *,
     is_square: bool,
+    dtype: str = "uint8",
 ) -> Layout:
-    """Return a layout. `is_square`: all tiles have the size of the vision tower's square."""
+    """Return a layout.
+
+    `is_square`: all tiles have the size of the vision tower's square. `dtype`: of the pixels.
+    """
 
     def inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
         unit, pixels = unit_of(values), feature_of(item, "pixel_values")
@@ -47,7 +51,7 @@ def _layout(
             height = width = side_of(values["vision_config"], "image_size")
         elif not (0 < height < MAX_SIDE and 0 < width < MAX_SIDE) or height % unit or width % unit:
             height = width = unit
-        return {"pixel_values": ("uint8", (3, height, width))}, (height // unit) * (width // unit)
+        return {"pixel_values": (dtype, (3, height, width))}, (height // unit) * (width // unit)
 
     return Layout(
         pieces=lambda cut, values: pieces(cut, lambda tile: _run(tile, unit_of(values))),
@@ -141,6 +145,18 @@ def _step_unit(values: Values) -> int:
     return values["vision_config"]["patch_size"] * 4  # two convolutions halve each side
 
 
+def _nemotron_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
+    """Yield the one item, between the start and end tokens of images."""
+    (whole,) = cut.tiles_CHW
+    yield "<img>"
+    yield run(whole)
+    yield "</img>"
+
+
+def _nemotron_unit(values: Values) -> int:
+    return round(values["vision_config"]["patch_size"] / values["downsample_ratio"])
+
+
 def _intern_pieces(cut: Cut, run: Callable[[np.ndarray], Run]) -> Iterator[Piece]:
     """Yield the tiles, with nothing between them. The last one may be the whole image."""
     yield "<img>"
@@ -190,6 +206,7 @@ COHERE_2 = _layout(_cohere2_pieces, _downsampled_unit, is_square=True)
 INTERN = _layout(_intern_pieces, _intern_unit, is_square=True)
 KIMI = _layout(_kimi_pieces, _kimi_unit, is_square=False)
 MUSE = _layout(_muse_pieces, _muse_unit, is_square=False)
+NEMOTRON = _layout(_nemotron_pieces, _nemotron_unit, is_square=False, dtype="float32")
 STEP = _layout(_step_pieces, _step_unit, is_square=False)
 MINICPM = replace(
     _layout(_minicpm_pieces, _minicpm_unit, is_square=False),

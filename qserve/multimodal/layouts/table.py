@@ -40,6 +40,7 @@ LAYOUTS: dict[str, Layout] = {
     "minicpm": cuts.MINICPM,
     "kimi": cuts.KIMI,
     "muse": cuts.MUSE,
+    "nemotron": cuts.NEMOTRON,
     "step": cuts.STEP,
     "phi4": whole_image.WHOLE_IMAGE,
     "deepseek_ocr": views.ROWS_OF_VIEWS,

@@ -9,6 +9,7 @@ from qserve.multimodal.stored_forms.deepseek_config import (
 )
 from qserve.multimodal.stored_forms.internvl_config import as_internvl
 from qserve.multimodal.stored_forms.kimi_config import as_kimi_k25
+from qserve.multimodal.stored_forms.nemotron import NEMOTRON_OMNI, as_nemotron_omni
 from qserve.multimodal.stored_forms.phi4_config import SMALL_AUDIO, as_phi4
 from qserve.multimodal.stored_forms.prefixes import (
     DEEPSEEK,
@@ -23,6 +24,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     LLAVA,
     MINICPM,
     MUSE,
+    NEMOTRON,
     NEWLINE,
     PHI_4,
     STEP,
@@ -202,6 +204,20 @@ SQUARES: tuple[VisionFamily, ...] = (
         layout="muse",
         encoder="muse",
         prefixes=MUSE,
+    ),
+    *(
+        VisionFamily(
+            architecture=name,
+            image_token_keys=("image_token_id", "img_context_token_id"),
+            image_processor="nemotron",
+            layout="nemotron",
+            encoder="radio",
+            config=as_nemotron_omni,
+            auto_class="AutoModelForImageTextToText",
+            tensors="nemotron",
+            prefixes=NEMOTRON,
+        )
+        for name in NEMOTRON_OMNI
     ),
     VisionFamily(
         architecture="Step3p7ForConditionalGeneration",

@@ -59,6 +59,14 @@ STEP = {
         ("multi_modal_projector", "multi_modal_projector"),
     )
 }
+NEMOTRON = {
+    "vision_model.": "vision_model.",
+    "multi_modal_projector.": "multi_modal_projector.",
+    **{
+        f"mlp1.{number}.": f"multi_modal_projector.{part}."
+        for number, part in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2"))
+    },
+}
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
 # The second level is that of older versions of transformers.
 DEEPSEEK = {

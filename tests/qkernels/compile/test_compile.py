@@ -81,6 +81,7 @@ SPILLS = (
     (("sm_90",), "latent.sm90_decode", "latent sm90_decode, drafts", 16, 3),
     # after the loop, where splits store their sums
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
+    (("sm_90", "sm_100", "sm_120"), "latent.triton_latent", "wide latents, decode", 16, 0),
     # by ptxas of triton 3.9
     (("sm_90",), "latent.triton_latent", "latent attention, 20 heads", 32, 16),
     # outside of the loops around products, by ptxas of triton 3.9; that of 3.6 spills 5

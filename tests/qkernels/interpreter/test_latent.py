@@ -53,6 +53,17 @@ def test_rows_attend_to_their_entries(
     assert_close("out", case.exact(), got, tolerance(dtype))
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_wide_entries(codes, half, device, assert_close, tolerance, poison):
+    """As in dots3-note's layers with windows; the default config is one for wide entries."""
+    sizes = {"H": 5, "L": 1024, "rope": 64, "B": 16}
+    case = latent_case(*STEPS["mixed"], **sizes, dtype=half, codes=codes, device=device)
+    got = ops.latent_attention(
+        case.q_THE, case.cache, case.step, latent_width=1024, scale=case.scale, kernel="triton"
+    )
+    assert_close("out", case.exact(), got, tolerance(half))
+
+
 def test_entries_unaligned_to_16_bytes(device, half, assert_close, tolerance):
     """As in a model with rotated keys of 12 numbers."""
     sizes = {"H": 4, "L": 32, "rope": 12, "B": 16}

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from qkernels import ops
+from qkernels.attention.cache import AttentionStep
 from qkernels.attention.selected import order
 from qkernels.errors import KernelError
 from qkernels.latent.config import default_latent_config, selected_boundaries
 from qkernels.latent.selected.selected_keys import SelectedKeys
+from qkernels.latent.selected.window import keys_in_window
 from tests.qkernels.latent_case import latent_case
 from tests.qkernels.selected_case import selected_case
 
@@ -145,3 +147,25 @@ def test_warm_up_covers_every_config():
         for _, rows, _ in shapes
     }
     assert reached == found
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 30])
+def test_keys_in_windows(window):
+    """Chunks and decode rows; a request without rows, and rows that belong to no request."""
+    page_size, counts, lengths = 4, (3, 0, 1), (21, 9, 6)
+    tables = torch.randperm(18, generator=torch.Generator().manual_seed(0)).view(3, 6).int()
+    step = AttentionStep(
+        block_tables_RX=tables,
+        query_starts_R1=torch.tensor([0, *counts]).cumsum(0).int(),
+        context_lengths_R=torch.tensor(lengths, dtype=torch.int32),
+        max_query_len=3,
+        max_context_len=21,
+    )
+    found = keys_in_window(step, 5, window=window, page_size=page_size)
+    assert found.slots_TS.shape == (5, min(window, 21))
+    for row, (request, position) in enumerate([(0, 18), (0, 19), (0, 20), (2, 5)]):
+        keys = range(max(0, position + 1 - window), position + 1)
+        want = [int(tables[request, k // page_size]) * page_size + k % page_size for k in keys]
+        assert found.counts_T[row] == len(want)
+        assert found.slots_TS[row].tolist() == want + [0] * (min(window, 21) - len(want))
+    assert found.counts_T[4] == 1 and not found.slots_TS[4].any()

@@ -79,6 +79,8 @@ def test_unsupported_mpt_variant_is_refused(model_of, tmp_path, changed):
     ("architecture", "reason"),
     [
         *(("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")),
+        ("InklingForConditionalGeneration", "biases of attention .*`qserve families`"),
+        ("Inkling2ForCausalLM", "four short convolutions"),
     ],
 )
 def test_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):

@@ -24,6 +24,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2", "minimax_m3"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe_lite"),
+    "dots3",
     *("granite_moe", "bloom", "mpt", "llama4", "gemma4", "muse_glimmer"),
 ]
 # in the usual run only their logits
@@ -178,6 +179,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
         *(("step", "gptq"), ("step", "awq")),
         *(("minimax_m3", "gptq"), ("minimax_m3", "awq")),
+        *(("dots3", "gptq"), ("dots3", "awq")),
         *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),
         *(("granite_swa", "awq"), ("granite_moe_swa", "gptq"), ("olmo", "awq")),
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
@@ -361,7 +363,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
         *("phimoe", "nanochat", "hy_v3", "hyperclovax", "gemma3n"),
-        *("laguna", "step", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo"),
+        *("laguna", "step", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo", "dots3"),
     ],
 )
 def test_gpu_logits_equal_cpu(written, name):

@@ -27,6 +27,7 @@ FAMILIES = {
         {**DENSE, **FEW_KEYS, "indexer_types": ["full", "shared", "full"]},
         {},
     ),
+    "dots3": ({**DENSE, "index_topk": 20}, {}),
     "kimi_linear": (DENSE, {}),
     "minimax_m3": (DENSE, {}),
     "deepseek_v4": ({}, PLAIN_EXPERTS),

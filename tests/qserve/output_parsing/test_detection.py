@@ -23,6 +23,7 @@ CASES = [
     ("<|tool_calls_section_begin|>", "kimi_k2", "kimi_k2", "none"),
     ("<|tool_calls_section_begin|> </think>", "kimi_k2", "kimi_k2", "kimi_k2"),
     ("<minimax:tool_call> <think> </think>", "minimax_m2", "minimax_m2", "minimax_m2"),
+    ("<dots_function_call> <think> </think>", "dots3_note", "dots", "qwen3"),
     ("]<]minimax[>[ <tool_call> <mm:think>", "minimax_m3_vl", "minimax_m3", "minimax_m3"),
     ("<seed:tool_call> <function= <parameter= <seed:think>", "seed_oss", "seed_oss", "seed_oss"),
     ("<|tool_call>call: <|channel>thought", "gemma4", "gemma4", "gemma4"),

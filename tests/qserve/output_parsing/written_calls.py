@@ -76,14 +76,17 @@ def glm(calls, line):
     )
 
 
-def invoked(calls, mark="", line="\n", typed=False):
+def invoked(calls, mark="", line="\n", typed=False, own_lines=False):
+    def value(found):
+        return f"{line}{bare(found)}{line}" if own_lines else bare(found)
+
     def attribute(value):
         return f' string="{str(isinstance(value, str)).lower()}"' * typed
 
     return line.join(
         f'<{mark}invoke name="{name}">{line}'
         + "".join(
-            f'<{mark}parameter name="{k}"{attribute(v)}>{bare(v)}</{mark}parameter>{line}'
+            f'<{mark}parameter name="{k}"{attribute(v)}>{value(v)}</{mark}parameter>{line}'
             for k, v in args.items()
         )
         + f"</{mark}invoke>"
@@ -166,6 +169,9 @@ WRITE = {
     "glm45": lambda calls: glm(calls, "\n"),
     "glm47": lambda calls: glm(calls, ""),
     "minimax_m2": lambda calls: f"<minimax:tool_call>\n{invoked(calls)}\n</minimax:tool_call>",
+    "dots": lambda calls: (
+        f"<dots_function_call>\n{invoked(calls, own_lines=True)}\n</dots_function_call>"
+    ),
     "minimax_m3": elements,
     "gpt_oss": harmony,
     "gemma4": lambda calls: gemma(calls, '<|"|>', "<|tool_call>", "<tool_call|>"),

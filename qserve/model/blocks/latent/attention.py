@@ -32,7 +32,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.latent.cache import PagedLatents, is_aligned
-from qkernels.latent.config import expanded_boundaries, latent_boundaries
+from qkernels.latent.config import expanded_boundaries, latent_boundaries, selected_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.latent.rows import SM90_DECODE
@@ -46,6 +46,7 @@ from qserve.model.blocks.gates import repeated
 from qserve.model.blocks.indexed_cache import IndexedPages
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.latent.indexer import IndexedLatentsSpec, Indexer, Selection
+from qserve.model.blocks.latent.window import Window
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
@@ -88,6 +89,7 @@ class PagedLatentsSpec(CacheSpec):
     dtype: torch.dtype
     page_size: int
     kernel: str | None  # selected or excluded by name
+    window: int | None = None  # None: queries attend to all keys
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedLatents:
         shape = num_pages, self.page_size, self.shape.entry
@@ -141,6 +143,17 @@ class PagedLatentsSpec(CacheSpec):
                 max_context_len=limits.max_model_len,
             )
             return
+        if self.window is not None and limits.max_model_len > self.window:
+            yield from selected_boundaries(
+                heads=self.shape.heads,
+                element_size=dtype.itemsize,
+                sm_count=sm_count(device),
+                shared_bytes=shared_bytes(device),
+                entry=self.shape.entry,
+                most=self.window,
+                max_tokens=limits.max_tokens,
+                max_context_len=limits.max_model_len,
+            )
         most = {
             "max_requests": limits.max_num_seqs,
             "max_tokens": limits.max_tokens,
@@ -157,6 +170,7 @@ class PagedLatentsSpec(CacheSpec):
                 element_size=dtype.itemsize,
                 sm_count=sm_count(device),
                 shared_bytes=shared_bytes(device),
+                entry=self.shape.entry,
                 **most,
             )
         rule = self.split_rule
@@ -191,6 +205,9 @@ class LatentAttention(torch.nn.Module):
         key_up: torch.Tensor,  # W_UK [H, P, L]
         value_up: torch.Tensor,  # W_UV [H, L, V]
         scale: float,  # of attention scores
+        norm_eps: float = INNER_NORM_EPS,
+        key_norm: torch.Tensor | None = None,  # norm of the rotated key [R]; None: it has none
+        window: Window | None = None,  # None: queries attend to all keys, or to selected ones
         query_scales: torch.Tensor | None = None,  # float32 [positions]
         indexer: Indexer | None = None,  # None: the layer has no indexer
         selection: Selection | None = None,  # None: queries attend to all keys
@@ -200,6 +217,7 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.indexer, self.selection, self.gates = indexer, selection, gates
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
+        self.norm_eps, self.window = norm_eps, window
         # A table that changes nothing: one row with cosines 1 and sines 0, for all positions.
         self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
         table = rotary.cos_sin.new_zeros(1, 2 * half)
@@ -208,6 +226,7 @@ class LatentAttention(torch.nn.Module):
         self.qkv_proj, self.q_b_proj, self.o_proj = qkv_proj, q_b_proj, o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("kv_norm", kv_norm)
+        self.register_buffer("key_norm", key_norm)
         self.register_buffer("key_up", key_up)
         self.register_buffer("value_up", value_up)
         self.register_buffer("query_scales", query_scales)
@@ -219,13 +238,18 @@ class LatentAttention(torch.nn.Module):
         """Return the spec of the layer's pages. Raises InputError for 4-bit pages."""
         kv_format.refuse_int4("latent attention has entries of 16 and 8 bits alone")
         latents = PagedLatentsSpec(
-            shape=self.shape, dtype=kv_format.dtype, page_size=page_size, kernel=self.kernel
+            shape=self.shape,
+            dtype=kv_format.dtype,
+            page_size=page_size,
+            kernel=self.kernel,
+            window=None if self.window is None else self.window.size,
         )
         if self.indexer is None:
             return latents
         return IndexedLatentsSpec(
             pages=latents,
             heads=self.shape.heads,
+            entry=self.shape.entry,
             page_size=page_size,
             width=self.indexer.width,
             dtype=self.kv_norm.dtype,
@@ -276,13 +300,16 @@ class LatentAttention(torch.nn.Module):
         made = reduced(self.qkv_proj(x_TC, plan))
         q, made_TE = made.split([made.shape[1] - shape.entry, shape.entry], dim=1)
         if self.q_b_proj is not None:
-            q = _normed(q, self.q_norm)
+            q = self._normed(q, self.q_norm)
         if self.indexer is not None:
             index_q_TID = self.indexer(read_TC, q, step, indexed.keys_PBD)
         q_THD = self._queries(q)
         if self.query_scales is not None:
             q_THD = q_THD * self.query_scales[step.positions_T, None, None].to(q_THD.dtype)
         q_n_THP, q_r_THR = q_THD.split([shape.nope, shape.rope], dim=-1)
+        if self.key_norm is not None:
+            latents_TL, keys_TR = made_TE.split([shape.latent, shape.rope], dim=1)
+            made_TE = torch.cat([latents_TL, self._normed(keys_TR, self.key_norm)], dim=1)
         turns = (self.rotary.cos_sin, step.positions_T)
         if not self.rotates:
             turns = (self.still, torch.zeros_like(step.positions_T))
@@ -293,7 +320,7 @@ class LatentAttention(torch.nn.Module):
             *turns,
             cache,
             step.slots_T,
-            eps=INNER_NORM_EPS,
+            eps=self.norm_eps,
             interleaved=self.rotary.interleaved,
         )
         if step.exchange is not None:
@@ -306,6 +333,8 @@ class LatentAttention(torch.nn.Module):
                 selected = self.indexer.select(read_TC, index_q_TID, step, indexed.keys_PBD)
                 self.selection.keys = selected
         selected = None if self.selection is None else self.selection.keys
+        if self.window is not None:
+            selected = self.window.keys(step, made.shape[0], cache.page_size)
         # Adapters and selected keys work only with absorption.
         if step.split is None or selected is not None or self._adapters is not None:
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step, selected)
@@ -387,7 +416,6 @@ class LatentAttention(torch.nn.Module):
             q = reduced(self.q_b_proj(ops.in_form(q, plan.input), plan))
         return q.unflatten(1, (self.shape.heads, -1))
 
-
-def _normed(x_TL: torch.Tensor, weight_L: torch.Tensor) -> torch.Tensor:
-    spec = ops.NormSpec(weight_C=weight_L, eps=INNER_NORM_EPS)
-    return ops.norm(x_TL.contiguous(), None, spec)[0]
+    def _normed(self, x_TL: torch.Tensor, weight_L: torch.Tensor) -> torch.Tensor:
+        spec = ops.NormSpec(weight_C=weight_L, eps=self.norm_eps)
+        return ops.norm(x_TL.contiguous(), None, spec)[0]

@@ -42,6 +42,7 @@ class IndexedLatentsSpec(IndexedSpec):
     """Cache spec: latent entries and indexer keys of a layer. Every rank holds all of them."""
 
     heads: int  # attention heads on this rank
+    entry: int  # width of an entry of latents
 
     @property
     def split_rule(self) -> SplitRule | None:
@@ -56,6 +57,7 @@ class IndexedLatentsSpec(IndexedSpec):
             element_size=dtype.itemsize,
             sm_count=sm_count(device),
             shared_bytes=shared_bytes(device),
+            entry=self.entry,
             most=self.most_keys,
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,

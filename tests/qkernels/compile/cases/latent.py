@@ -22,11 +22,12 @@ def latent_attention(
     dtype: torch.dtype = torch.bfloat16,
     kernel: str | None = None,
     codes: torch.dtype | None = None,
+    latent: int = LATENT,
 ) -> None:
     R, T = len(counts), sum(counts)
     P = R * context // PAGE
     cache = PagedLatents(
-        pages=empty(P, PAGE, LATENT + ROPE, dtype=codes or dtype),
+        pages=empty(P, PAGE, latent + ROPE, dtype=codes or dtype),
         scales=None if codes is None else empty(P, PAGE, 2, dtype=torch.float32),
     )
     step = AttentionStep(
@@ -38,8 +39,8 @@ def latent_attention(
     )
     ops.rope_write_latents_(
         empty(T, heads, ROPE, dtype=dtype),
-        empty(T, LATENT + ROPE, dtype=dtype),
-        empty(LATENT, dtype=dtype),
+        empty(T, latent + ROPE, dtype=dtype),
+        empty(latent, dtype=dtype),
         empty(context, ROPE, dtype=torch.float32),
         torch.zeros(T, dtype=torch.int64),
         cache,
@@ -47,8 +48,8 @@ def latent_attention(
         eps=1e-6,
         interleaved=True,
     )
-    q_THE = empty(T, heads, LATENT + ROPE, dtype=dtype)
-    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0, kernel=kernel)
+    q_THE = empty(T, heads, latent + ROPE, dtype=dtype)
+    ops.latent_attention(q_THE, cache, step, latent_width=latent, scale=1.0, kernel=kernel)
 
 
 def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LATENT) -> None:
@@ -57,7 +58,7 @@ def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LAT
     ops.fixed_order_heads(x, empty(heads, inputs, outputs))
 
 
-def selected(rows: int, heads: int, most: int = 2048) -> None:
+def selected(rows: int, heads: int, most: int = 2048, latent: int = LATENT) -> None:
     """Scores of an indexer with 64 heads, and attention over what it selects."""
     tables = torch.zeros(rows, 8192 // PAGE, dtype=torch.int32)
     rows_N = torch.zeros(rows, dtype=torch.int32)
@@ -66,10 +67,10 @@ def selected(rows: int, heads: int, most: int = 2048) -> None:
     triton_scores.index_scores(empty(rows, 64, 128), weights, *step, num_keys=8192)
     chosen = torch.zeros(rows, most, dtype=torch.int32)
     ops.selected_latent_attention(
-        empty(rows, heads, LATENT + ROPE),
-        PagedLatents(pages=empty(8192, PAGE, LATENT + ROPE)),
+        empty(rows, heads, latent + ROPE),
+        PagedLatents(pages=empty(8192, PAGE, latent + ROPE)),
         SelectedKeys(slots_TS=chosen, counts_T=rows_N),
-        latent_width=LATENT,
+        latent_width=latent,
         scale=1.0,
     )
 
@@ -138,5 +139,17 @@ LATENT_ATTENTION: dict[str, Case] = {
     "selected keys, a prompt": Case(run=lambda: selected(500, 64), quick=SM90, product="mma"),
     "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
     "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
+    "wide latents, decode": Case(
+        run=lambda: latent_attention([1] * 8, 64, latent=1024), quick=SM90, product="mma"
+    ),
+    "wide latents, a prompt": Case(
+        run=lambda: latent_attention([500], 64, latent=1024), product="mma"
+    ),
+    "wide latents, 8 bits": Case(
+        run=lambda: latent_attention([1, 40], 64, codes=INT8, latent=1024), product="mma"
+    ),
+    "wide latents, windows": Case(
+        run=lambda: selected(100, 64, most=513, latent=1024), product="mma"
+    ),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
 }

@@ -91,6 +91,8 @@ STATES = {
         **{"moe_intermediate_size": 32, "shared_experts_intermediate_size": 32},
         **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "head_dim": 24},
         **{"qk_rope_head_dim": 8, "v_head_dim": 16, "index_n_heads": 4, "index_head_dim": 16},
+        **{"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_v_head_dim": 16},
+        **{"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 8},
     },
 }
 LENGTH, NEW = 40, 16
