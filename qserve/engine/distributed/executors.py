@@ -44,6 +44,9 @@ class ProcessHandle:
             self._process.kill()
             self._process.wait()
 
+    def print_stacks(self) -> None:
+        self._process.send_signal(signal.SIGUSR1)  # faulthandler answers it in rank_process.py
+
 
 class WaitingRanks:
     """Processes of ranks 1 and up, started early; they import modules until an executor calls.

@@ -158,6 +158,10 @@ class RankHandle(Protocol):
         """End the process, by force if necessary."""
         ...
 
+    def print_stacks(self) -> None:
+        """Make the process print the stack of each of its threads to stderr, if it can."""
+        ...
+
 
 class RankChannel:
     """A connected rank."""
@@ -210,6 +214,10 @@ class RankChannel:
         except OSError:
             logger.debug("Rank %d has already ended", self.rank)
         self._connection.close()
+
+    def print_stacks(self) -> None:
+        """Make the rank print the stacks of its threads."""
+        self._handle.print_stacks()
 
     def wait(self) -> None:
         """Wait until the rank has ended; end it by force if necessary."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from qkernels.collective.channels import PeerLostError
 from qserve.engine.distributed.rank_channel import Failure, RankChannel, call
 
 GRACE_SECONDS = 3.0  # time for the leader's thread to notice that a rank died
@@ -104,10 +105,16 @@ class RankGroup:
             raise self._failure.as_error()
 
     def explain(self, error: BaseException) -> None:
-        """Raise the error of a dead rank if its death caused `error`, an error in the leader."""
+        """Raise the error of a dead rank if its death caused `error`, an error in the leader.
+
+        If all ranks live but one did not take part in an all-reduce, all ranks print their stacks.
+        """
         if self._has_failed.wait(FAILURE_SECONDS):
             self._was_reported = True
             raise self._failure.as_error() from error
+        if isinstance(error, PeerLostError):
+            for link in self._links:
+                link.print_stacks()
 
     def break_off(self, reason: str) -> None:
         """Prevent further steps, because the leader left a step unfinished."""

@@ -5,10 +5,12 @@ runs the calls that the leader sends, in order, and exits when the leader's conn
 """
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -128,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         connection = _connect(arguments.connect, arguments.rank)
     threading.Thread(target=_watch, args=(connection,), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # ProcessHandle.print_stacks
     leader, rank = _LeaderConnection(connection), _Rank()
     try:
         _import_all()

@@ -81,6 +81,9 @@ class RayRankHandle:
             ray.get(self._actor.wait.remote(END_SECONDS), timeout=2 * END_SECONDS)
             ray.kill(self._actor)
 
+    def print_stacks(self) -> None:
+        """Do nothing: `ray stack` on the rank's node prints them."""
+
 
 class RayExecutor:
     """Runs ranks as processes started by Ray actors; also reserves the leader's GPU in Ray."""

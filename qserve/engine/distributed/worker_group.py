@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
+from qkernels.collective.channels import PeerLostError
 from qserve.config import EngineConfig
 from qserve.engine.distributed.executors import ProcessExecutor, WaitingRanks
 from qserve.engine.distributed.rank_channel import RankDiedError
@@ -375,6 +376,9 @@ class WorkerGroup:
         rank_group.is_waiting = waits
         try:
             yield
+        except PeerLostError as error:
+            rank_group.explain(error)
+            raise
         except InputError as error:
             raise InputError(f"rank 0: {error.subject}", error.problem, error.remedy) from error
         except Exception as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qserve.engine.distributed import executors
+from qkernels.collective.channels import PeerLostError
+from qserve.engine.distributed import executors, rank_group
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.lora.request import LoRARequest
 from tests.adapters import write_adapter
@@ -72,6 +73,24 @@ def test_hanging_rank_is_killed(tiny_model, many, processes, monkeypatch):
     os.kill(processes[0].pid, signal.SIGSTOP)
     llm.close()
     assert processes[0].poll() == -signal.SIGKILL
+
+
+def test_ranks_print_their_stacks_if_one_does_not_send(
+    tiny_model, many, processes, monkeypatch, capfd
+):
+    """They go on afterwards."""
+    monkeypatch.setattr(rank_group, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setenv("QSERVE_TEST_RANK", "stands@nothing")
+    llm = many(tiny_model("llama"), 2)
+    before = tokens(llm, [[5, 6]])
+    workers = llm.engine.workers
+    workers._rank_group.explain(RuntimeError("of another kind"))
+    with pytest.raises(PeerLostError), workers._in_step():
+        raise PeerLostError("all-reduce on rank 0", "rank 1 did not send its data", "restart")
+    assert tokens(llm, [[5, 6]]) == before
+    shown = capfd.readouterr().err
+    assert shown.count("Current thread") == 1 and "rank_process.py" in shown
+    llm.close()
 
 
 LEADER = """
