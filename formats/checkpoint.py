@@ -28,7 +28,12 @@ from formats.errors import FETCH_AGAIN, CheckpointError, DiskError, one_line
 from formats.files import staging
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
-from formats.files.model_path import is_gguf_folder, is_mistral_folder, model_folder
+from formats.files.model_path import (
+    check_is_no_adapter,
+    is_gguf_folder,
+    is_mistral_folder,
+    model_folder,
+)
 from formats.files.safetensors_header import read_header
 from formats.files.side_files import copy_side_files, find_side_files
 from formats.files.target import check_is_free
@@ -83,6 +88,7 @@ class CheckpointReader:
         their blocks (KWeight).
         """
         self.folder = model_folder(folder)
+        check_is_no_adapter(self.folder)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)

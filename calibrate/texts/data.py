@@ -144,7 +144,7 @@ def read_calibration(
         if source is None:
             warnings.append(
                 "calibrated on the small text set in the package; texts like those of the "
-                "application give better results (set calibration data)"
+                "application give better results (--calibration, or `calibration` in Python)"
             )
             own_chars = excerpt_chars(samples, sequence_length)
             texts = default_excerpts(tokenizer, own_chars, seed)

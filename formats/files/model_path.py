@@ -11,6 +11,7 @@ from formats.errors import CheckpointError
 
 INDEX = "gguf.json"  # in a folder that was made from a GGUF file
 SUFFIX = ".gguf"
+ADAPTER = "adapter_config.json"  # of PEFT
 MISTRAL_INDEX = "mistral.json"  # in a folder that was made from one in Mistral's format
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -65,6 +66,17 @@ def model_folder(path: str | Path) -> Path:
 
         return folder_of_mistral(Path(path))
     return Path(path)
+
+
+def check_is_no_adapter(folder: Path) -> None:
+    """Raise CheckpointError if a folder has an adapter's config and no model's."""
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            str(folder),
+            f"is a LoRA adapter ({ADAPTER}), not a model",
+            "serve it with its model: qserve serve MODEL --enable-lora --lora-modules"
+            f" NAME={folder}; or add it to the weights: qserve merge MODEL {folder} -o OUTPUT",
+        )
 
 
 def is_foreign(path: str | Path) -> bool:

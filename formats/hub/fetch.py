@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, DiskError, InputError
+from formats.files.model_path import check_is_no_adapter
 from formats.files.side_files import TOKENIZER_FILES
 from formats.heads.config import head_kind
 from formats.hub import errors
@@ -22,6 +23,7 @@ from formats.hub.selection import (
     DRAFTER,
     INDEX,
     MODEL,
+    SHAPES,
     SPLIT,
     TEKKEN,
     TOKENIZER,
@@ -60,7 +62,10 @@ def local_path(
             raise InputError(
                 "--revision", f"applies to hub names, but {text} is a local path", "remove it"
             )
-        return _in_folder(Path(text), subfolder)
+        found = _in_folder(Path(text), subfolder)
+        if kind in (MODEL, SHAPES):
+            check_is_no_adapter(Path(found))
+        return found
     name = HubName.parse(text)
     if name is None:
         noun = "file" if text.endswith(".gguf") else "folder"

@@ -27,7 +27,12 @@ from formats.codecs import mxfp4
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
-from formats.files.model_path import gguf_name, is_mistral_folder, model_folder
+from formats.files.model_path import (
+    check_is_no_adapter,
+    gguf_name,
+    is_mistral_folder,
+    model_folder,
+)
 from formats.files.side_files import find_side_files
 from formats.gguf.llama_cpp import verdict_of_folder
 from formats.in_memory.fp8 import FP8_DTYPE
@@ -76,6 +81,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise CheckpointError(str(folder), "cannot be read: Permission denied")
+    check_is_no_adapter(folder)
     findings = Findings()
     config = _read_config(folder, findings)
     try:

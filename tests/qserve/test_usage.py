@@ -10,6 +10,7 @@ import time
 import pytest
 
 from qserve.cli import build_parser, main
+from qserve.text.tokenizer import Tokenizer
 from tests.qserve.command_line import fails_with
 
 
@@ -210,3 +211,34 @@ def test_sigterm_ends_quantize_with_one_line_and_no_half_files(capsys, docs_5m, 
     left = [path.name for path in tmp_path.iterdir()]
     assert all(each.endswith(".unfinished") for each in left)  # finished layers, to resume
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "ADAPTER"],
+        ["serve", "ADAPTER", "--port", "0"],
+        ["generate", "ADAPTER", "--prompt", "a"],
+        ["quantize", "ADAPTER", "-o", "OUT", "--scheme", "w4a16-sym"],
+        ["convert", "ADAPTER", "-o", "OUT", "--format", "awq"],
+    ],
+)
+def test_adapter_instead_of_model_is_named(capsys, tmp_path, arguments):
+    adapter = tmp_path / "sql-lora"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    paths = {"ADAPTER": str(adapter), "OUT": str(tmp_path / "out")}
+    words = [paths.get(each, each) for each in arguments]
+    remedy = f"--enable-lora --lora-modules NAME={adapter}"
+    fails_with(
+        capsys, words, "sql-lora: is a LoRA adapter", remedy, f"qserve merge MODEL {adapter}"
+    )
+
+
+def test_tokenizer_of_an_adapter_folder_is_read(docs_5m, tmp_path):
+    """PEFT's trainers write the tokenizer next to the adapter."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(docs_5m / name)
+    assert Tokenizer(str(docs_5m), str(tmp_path)).encode("a b")
