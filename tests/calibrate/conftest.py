@@ -19,6 +19,7 @@ from calibrate.run.prepare import rewrite_model
 from calibrate.solvers.solving import LayerContext
 from calibrate.texts.default_texts import DEFAULT_TEXTS
 from formats.codecs.config_fields import EMBEDDING
+from formats.files.channel_factors import ChannelFactors
 from formats.scheme import QuantSpec
 from tests.calibrate.statistics_of import collect_statistics
 from tests.qserve.model.variants import edited
@@ -127,7 +128,7 @@ def stream_logits(
     )
     for layer in range(layer_map.num_layers(reader.config)):
         state = reader.layer(layer, "cpu")
-        context = dataclasses.replace(context, layer=layer)
+        context = dataclasses.replace(context, layer=layer, factors=ChannelFactors())
         state = load_transforms(state, recipe, context)
         statistics = collect_statistics(runner, runner.build(layer, state), layer, hidden)
         for transform in transforms:
