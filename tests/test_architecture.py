@@ -270,7 +270,7 @@ def test_caches_are_known_by_their_specs_alone():
     }
     assert caches == {
         *("PagedKv", "PagedLatents", "StateSlots"),
-        *("CachePair", "CompressedPages", "IndexedPages", "NoCache", "WindowPages"),
+        *("CachePair", "CompressedPages", "IndexedPages", "WindowPages"),
     }
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):
