@@ -4,7 +4,7 @@ import torch
 
 from formats.errors import CheckpointError
 
-BLOCK_NUMBERS = 1 << 24  # checked at once, to save memory
+BLOCK_NUMBERS = 1 << 24  # checked together, to save memory
 REMEDY = "replace these values, or get an intact copy of the model"
 
 

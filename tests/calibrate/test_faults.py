@@ -315,7 +315,7 @@ def test_report_has_settings_to_reproduce_run(docs_5m, tmp_path):
     assert 1 < stored["quality"]["float_perplexity"] < 200
     assert abs(stored["quality"]["perplexity"] / stored["quality"]["float_perplexity"] - 1) < 0.5
     assert set(stored["seconds_by_stage"]) >= {"statistics", "solving", "writing"}
-    assert any("calibration data" in warning for warning in stored["warnings"])
+    assert any("small text set" in warning for warning in stored["warnings"])
     for linear in report.linears:
         assert 0 < linear.output_error < linear.relative_error * 2
         assert linear.input_absmax > 0 and linear.weight_absmax > 0

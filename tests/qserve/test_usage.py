@@ -183,9 +183,18 @@ def test_interrupt_during_import_ends_program_and_removes_unfinished_files(tmp_p
     assert not folder.exists() and not file.exists()
 
 
+@pytest.fixture
+def default_sigterm():
+    """The default handler: Ray leaves its own in a process that has used it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("name", ["out", "out.gguf"])
-def test_sigterm_ends_quantize_with_one_line_and_no_half_files(capsys, docs_5m, tmp_path, name):
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+def test_sigterm_ends_quantize_with_one_line_and_no_half_files(
+    capsys, docs_5m, tmp_path, default_sigterm, name
+):
     over = threading.Event()
 
     def stop_when_it_writes() -> None:

@@ -66,7 +66,7 @@ def test_fewer_windows_than_requested_is_a_warning(texts, tokenizer):
 def test_default_texts_are_used_with_a_warning(tokenizer):
     data = read(None, tokenizer, samples=16, sequence_length=512)
     assert data.ids_WS.shape == (16, 512)
-    assert "calibration data" in data.warnings[0]
+    assert "--calibration, or `calibration` in Python" in data.warnings[0]
     assert DEFAULT_TEXTS.stat().st_size < 700_000
     whole = read(None, tokenizer, samples=128, sequence_length=1024)
     assert len(whole.ids_WS) == 128, "less than the README's calibration needs"

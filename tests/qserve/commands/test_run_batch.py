@@ -68,9 +68,10 @@ def test_every_line_has_a_response(batch, tmp_path, capsys):
     lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
     lines.append(line("response", {"input": "Hi", "max_output_tokens": 3}, "/v1/responses"))
     lines.append(line("vector", {"input": "a"}, "/v1/embeddings"))
-    pair = {"query": "a", "documents": ["b"], "text_1": "a", "text_2": "b"}
-    scored = ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
-    lines += [line(path, pair, path) for path in scored]
+    pair, ranked = {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
+    scored = dict.fromkeys(("/score", "/v1/score"), pair)
+    scored |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), ranked)
+    lines += [line(path, body, path) for path, body in scored.items()]
     lines += ['{"custom_id": "half", "meth', line("r3", {}), line("list", {}, "/v1/models")]
     code, found = batch(*lines)
     assert partials(tmp_path) == []

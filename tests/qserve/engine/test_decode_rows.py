@@ -54,10 +54,10 @@ def test_steps_are_not_divided_if_no_layer_divides_them():
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 def test_prompts_beside_decodes_do_not_change_tokens(docs_5m, monkeypatch, kv_cache):
-    """Twelve requests decode while others start: their tokens are those of each request alone."""
+    """Seven requests decode while others start: their tokens are those of each request alone."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 2000) for _ in range(n)] for n in [*range(5, 17), 40, 150, 61]]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    prompts = [[rng.randrange(3, 2000) for _ in range(n)] for n in [*range(5, 12), 40, 61]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     rows = []
 
     def counted(q_THD, cache, step, *others):

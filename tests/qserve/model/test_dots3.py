@@ -136,7 +136,7 @@ def test_ranks_that_divide_a_prompt(folder):
 
 @pytest.mark.parametrize(("stage", "first"), [(0, 1), (1, 2)])
 def test_first_layer_of_a_stage_makes_its_windows(tmp_path, tiny_model, stage, first):
-    """Of two stages of two layers, three of which have a window."""
+    """Two pipeline stages have two layers each; three of the four have a window."""
     kinds = ["indexed_attention", *["sliding_attention"] * 3]
 
     def change(config):

@@ -34,11 +34,14 @@ def test_second_engine_finds_the_pages(family, vision, tmp_path, monkeypatch):
     encode = tower.encode
     monkeypatch.setattr(tower, "encode", lambda items: encoded.extend(items) or encode(items))
     text, images = requests[1]
-    longer = f"{text} and then"
+    # All tokens of a mutual prompt see each other, so a longer prompt shares no keys with it.
+    is_mutual = model.processor.config.family.has_mutual_prompt
+    longer = text if is_mutual else f"{text} and then"
     (found,), (event,) = model.run(second, (longer, images))
     assert found == model.expected(longer, images)
     media_end = model.prompt(longer, images)[1][-1].end
-    assert event.facts.num_cached >= media_end - 4
+    if not is_mutual:
+        assert event.facts.num_cached >= media_end - 4
     assert not encoded or event.facts.num_cached < media_end
     other = (picture(*images[0].size, 77),)  # as many tokens, another picture
     assert model.run(second, (longer, other))[0] == [model.expected(longer, other)]
