@@ -158,6 +158,22 @@ def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
     return first
 
 
+@gluon.jit
+def rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q: gl.constexpr):
+    """Return the same as rows_of in gpu/row_blocks.py, which Gluon cannot call."""
+    index = 0
+    if blocks_each > 0:
+        request = block // blocks_each
+        index = block % blocks_each
+    else:
+        request = request_of(starts_ptr, block, R, BLOCK_Q)
+    start = gl.load(starts_ptr + request)
+    count = gl.load(starts_ptr + request + 1) - start
+    if blocks_each == 0:
+        index = block - start // BLOCK_Q - request
+    return request, start, count, index * BLOCK_Q
+
+
 @gluon.jit(do_not_specialize=["R", "T", "blocks_each"])
 def _decode_attention_8bit(
     q_ptr,  # [T, H, D]
@@ -223,17 +239,7 @@ def _decode_attention_8bit(
         launch_dependents()
     if PDL and not INPUTS_READY:
         griddepcontrol_wait()
-    index = 0
-    if blocks_each > 0:
-        request = block // blocks_each
-        index = block % blocks_each
-    else:
-        request = request_of(starts_ptr, block, R, BLOCK_Q)
-    start = gl.load(starts_ptr + request)
-    count = gl.load(starts_ptr + request + 1) - start
-    if blocks_each == 0:
-        index = block - start // BLOCK_Q - request
-    first_row = index * BLOCK_Q
+    request, start, count, first_row = rows_of(starts_ptr, block, R, blocks_each, BLOCK_Q)
     before = gl.load(lengths_ptr + request) - count
     is_outside = (request < gl.load(bounds_ptr)) | (request >= gl.load(bounds_ptr + 1))
     end = before + gl.minimum(first_row + BLOCK_Q, count)

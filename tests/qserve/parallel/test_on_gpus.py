@@ -18,6 +18,7 @@ from tests.adapters import write_adapter
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_on_gpu import WITH_EXPERTS
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
+from tests.qserve.ties import assert_same_up_to_ties
 from tests.tiny_families import TINY_FAMILIES
 
 pytestmark = [
@@ -31,7 +32,6 @@ TEXTS = [
     "fn main() {\n    let mut values = vec![1, 2, 3];\n",
     "Closures capture their environment",
 ]
-TIE = 0.02  # between two log probabilities: ranks add in another order than one GPU
 
 
 @pytest.fixture
@@ -61,17 +61,6 @@ def answers(llm, lora=None):
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
     outputs = llm.generate(TEXTS, params, use_tqdm=False, lora_request=lora)
     return [each.outputs[0] for each in outputs]
-
-
-def assert_same_up_to_ties(ours, theirs):
-    for one, two in zip(ours, theirs, strict=True):
-        pairs = zip(one.token_ids, two.token_ids, strict=True)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if place is not None:
-            first, second = sorted(
-                (each.logprob for each in one.logprobs[place].values()), reverse=True
-            )[:2]
-            assert first - second < TIE, (place, one.token_ids, two.token_ids)
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
