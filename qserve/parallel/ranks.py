@@ -111,6 +111,7 @@ def join(
     all_reduce: str = "auto",
     hidden_size: int = 0,
     max_rows: int = 0,
+    equal_shards: bool = False,
     fixed_order: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
@@ -118,7 +119,8 @@ def join(
 
     `contexts`: number of sets of ranks that divide long prompts; if over 1, `stages` must be 1.
     `all_reduce`: "nccl" disables peer memory. `hidden_size`: columns of the tensors to all-reduce.
-    `max_rows`: most rows of them. `fixed_order`: the sum of a row must not depend on the number of
+    `max_rows`: most rows of them. `equal_shards`: all ranks' shards of a linear have the same
+    shape. `fixed_order`: the sum of a row must not depend on the number of
     rows. `check`: called by rank 0 while it waits for the others; raises an error if a rank has
     died.
 
@@ -146,7 +148,9 @@ def join(
         if device.type == "cuda" and all_reduce == "auto":
             from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
-            communicator = over_peer_memory(communicator, hidden_size, device, max_rows)
+            communicator = over_peer_memory(
+                communicator, hidden_size, device, max_rows, equal_shards
+            )
     context = None
     if contexts > 1:
         places = range(tensor_parallel_size)

@@ -19,6 +19,7 @@ from formats.errors import InputError
 from qkernels.collective.channels import PeerLostError
 from qserve.config import EngineConfig
 from qserve.engine.distributed.executors import ProcessExecutor, WaitingRanks
+from qserve.engine.distributed.joining import join_ranks
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
@@ -38,7 +39,7 @@ from qserve.model.cache_spec import WarmUpShape
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.checksum import checksum
 from qserve.parallel.expert_exchange import ExpertExchange, join_experts, leave
-from qserve.parallel.ranks import ALONE, join
+from qserve.parallel.ranks import ALONE
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +129,8 @@ class WorkerGroup:
             self._rank_group.replies()
             self._rank_group.send("load")
             with self._in_step():
-                ranks = join(
-                    executor.address,
-                    0,
-                    tensor_parallel_size=config.tensor_parallel_size,
-                    stages=config.pipeline_parallel_size,
-                    contexts=config.prefill_context_parallel_size,
-                    device=device,
-                    all_reduce=config.all_reduce,
-                    hidden_size=model.hidden_size,
-                    max_rows=config.max_num_batched_tokens,
-                    fixed_order=config.batch_invariant,
-                    check=self._rank_group.check,
-                )
+                check = self._rank_group.check
+                ranks = join_ranks(config, model, executor.address, 0, device, check)
         self._rank_group.at_leave(ranks.leave)
         self._rank_group.at_end(ranks.close)
         self._rank_group.watch(abort=ranks.abort)
