@@ -63,15 +63,19 @@ def _weights(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{block}.down_proj.weight", (hidden, inner)
 
 
-def write_model(folder: Path, config: dict, layers: int) -> None:
-    """Write a float model with random weights and one file per layer, as large models have."""
-    generator = torch.Generator().manual_seed(0)
+def write_model(folder: Path, config: dict, layers: int, device: str = "cpu") -> None:
+    """Write a float model with random weights and one file per layer, as large models have.
+
+    `device`: where the weights are drawn. A layer of an 8B model takes seconds on one CPU core.
+    """
+    generator = torch.Generator(device).manual_seed(0)
     weight_map = {}
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
-        return torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+        drawn = torch.randn(shape, generator=generator, device=device)
+        return drawn.mul_(0.02).to("cpu", torch.bfloat16)
 
     def save(file_name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
@@ -138,7 +142,7 @@ def bench_quantize(
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "source"
         source.mkdir()
-        write_model(source, config, layers)
+        write_model(source, config, layers, str(devices.first))
         windows = (samples, sequence_length)
         ids = torch.randint(0, config["vocab_size"], windows, generator=torch.Generator())
         report = quantize_checkpoint(
