@@ -33,6 +33,7 @@ FILE = "file://"
 
 # Two threads that abort or destroy process groups at the same time corrupt the heap.
 _ENDING = threading.Lock()
+_ABORTING = threading.Lock()  # held by the thread that aborts
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +77,31 @@ class Ranks:
         self.leave()
 
     def abort(self) -> None:
-        """Stop NCCL kernels that wait for a rank that has exited. Thread-safe."""
-        # A `leave` that waits for the rank that has exited is aborted all the same.
-        is_ours = _ENDING.acquire(timeout=CLOSE_SECONDS)
-        try:
-            if not dist.is_initialized() or dist.get_backend() != "nccl":
-                return  # gloo notices a closed connection itself
-            if self.communicator is not None:
-                self.communicator.abort()
+        """Stop NCCL kernels that wait for a rank that has exited. Thread-safe.
+
+        Does not wait: NCCL ends an abort only when the CUDA graphs that contain its operations have
+        been freed, which the caller may do next. `leave` waits for it.
+        """
+        if not dist.is_initialized() or dist.get_backend() != "nccl":
+            return  # gloo notices a closed connection itself
+        if self.communicator is not None:
+            self.communicator.abort()
+        threading.Thread(target=_abort_process_groups, daemon=True).start()
+
+
+def _abort_process_groups() -> None:
+    if not _ABORTING.acquire(blocking=False):
+        return  # another thread does it
+    # A `leave` that waits for the rank that has exited is aborted all the same.
+    is_ours = _ENDING.acquire(timeout=CLOSE_SECONDS)
+    try:
+        if dist.is_initialized():  # no other thread has ended them
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
-        finally:
-            if is_ours:
-                _ENDING.release()
+    finally:
+        if is_ours:
+            _ENDING.release()
+        _ABORTING.release()
 
 
 def _destroy_process_groups() -> None:

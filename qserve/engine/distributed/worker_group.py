@@ -32,6 +32,7 @@ from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.worker import Worker
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
+from qserve.engine.uninterrupted import uninterrupted
 from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
 from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
@@ -352,8 +353,8 @@ class WorkerGroup:
         if self._rank_group is None:
             yield
             return
-        self._rank_group.send(name, *values)
-        with self._in_step():
+        with uninterrupted(), self._in_step():
+            self._rank_group.send(name, *values)
             yield
 
     @contextlib.contextmanager
@@ -377,7 +378,7 @@ class WorkerGroup:
                 raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
             rank_group.explain(error)
             raise
-        except BaseException:  # Ctrl-C: the other ranks are in the step and wait for this one
+        except BaseException:  # a second Ctrl-C: the other ranks wait for this one in the step
             rank_group.break_off("it was interrupted in a step; close the model and load it again")
             raise
         finally:
