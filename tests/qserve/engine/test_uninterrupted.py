@@ -64,12 +64,15 @@ def test_default_action_and_other_threads_are_left_alone(monkeypatch):
     assert ran == [signal.getsignal(signal.SIGINT)]
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "stages"),
+    [(1, 1), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((2, 1), (1, 2)))],
+)
 def test_interrupted_engine_goes_on(tensor, stages, tiny_model, monkeypatch):
     llm = start(tiny_model("llama"), tensor, stages)
     want = tokens(llm, [[5, 6, 7], [8, 9]])
-    workers, launched = llm.engine.workers, []
-    launch = workers._ours.launch
+    workers, launched, updated = llm.engine.workers, [], []
+    launch, update = workers._ours.launch, llm.engine.scheduler.update
 
     def interrupted(step):
         launched.append(step)
@@ -78,8 +81,12 @@ def test_interrupted_engine_goes_on(tensor, stages, tiny_model, monkeypatch):
         return launch(step)
 
     monkeypatch.setattr(workers._ours, "launch", interrupted)
+    monkeypatch.setattr(
+        llm.engine.scheduler, "update", lambda *args: updated.append(args) or update(*args)
+    )
     with pytest.raises(KeyboardInterrupt):
         tokens(llm, [[5, 6, 7], [8, 9]])
-    assert len(launched) == 3 and not llm.llm_engine.has_unfinished_requests()
+    assert len(launched) == len(updated) == 3, "the step has ended"
+    assert not llm.llm_engine.has_unfinished_requests()
     assert tokens(llm, [[5, 6, 7], [8, 9]]) == want
     llm.close()
