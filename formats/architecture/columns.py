@@ -56,6 +56,7 @@ def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
         raise CheckpointError(
             f"config.json layer_types[{layer}]",
             f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
+            "copy config.json from the float model",
         )
     state, attention, dense, experts = (kind == each for each in kinds_known)
     return Blocks(state=state, attention=attention, dense=dense, experts=experts)

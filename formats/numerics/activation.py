@@ -32,7 +32,11 @@ def check_input_scale(
     wanted = spec is not None and not spec.dynamic
     if (scale is not None) != wanted:
         found = "is missing" if wanted else "has no meaning in this scheme"
-        raise CheckpointError(f"{name}.input_scale", found)
+        raise CheckpointError(
+            f"{name}.input_scale",
+            found,
+            "download the weights and config.json again, or calibrate again",
+        )
     if scale is not None and (
         scale.numel() != 1 or not torch.isfinite(scale).all() or not (scale > 0).all()
     ):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error
 from formats.rules import Rule, float_modules
 from formats.scheme import (
     ALL,
@@ -94,10 +94,10 @@ def _by_name(named: Mapping[str, Any]) -> tuple[tuple[Rule, ...], Scheme, list[s
 def _object(value: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     """Return (class, fields) of a configuration object."""
     if not isinstance(value, dict) or not isinstance(value.get("_type"), str):
-        raise CheckpointError(where, f"expected an object with a _type, found {value!r:.120}")
+        raise block_error(where, f"expected an object with a _type, found {value!r:.120}")
     data = value.get("_data", {})
     if not isinstance(data, dict):
-        raise CheckpointError(where, f"expected fields as _data, found {data!r:.80}")
+        raise block_error(where, f"expected fields as _data, found {data!r:.80}")
     return value["_type"], data
 
 
@@ -148,7 +148,9 @@ def _int4(data: Mapping[str, Any]) -> tuple[Scheme, str]:
         raise CheckpointError(
             WHERE, "int4_tile_packed_ntile: expected 8; others are AMD's order of inputs", ANEW
         )
-    size = checked_group_size(data.get("group_size", DEFAULT_GROUP_SIZE), f"{WHERE}: group size")
+    size = checked_group_size(
+        data.get("group_size", DEFAULT_GROUP_SIZE), f"{WHERE}: group size", COPY_BLOCK
+    )
     return Scheme(weight=QuantSpec(bits=4, symmetric=False, group_size=size, type="floatzero")), ""
 
 
@@ -192,7 +194,7 @@ def _value(data: Mapping[str, Any], key: str, default: str) -> str:
     if value is None:
         return default
     if not isinstance(value, str):
-        raise CheckpointError(f"{WHERE} {key}", f"expected a name, found {value!r:.80}")
+        raise block_error(f"{WHERE} {key}", f"expected a name, found {value!r:.80}")
     return value
 
 
@@ -209,7 +211,7 @@ def _groups(data: Mapping[str, Any]) -> int:
         size = fields.get("group_size") if kind == "PerGroup" else None
     if size is None:
         return CHANNEL
-    return checked_group_size(size, f"{WHERE}: group size")
+    return checked_group_size(size, f"{WHERE}: group size", COPY_BLOCK)
 
 
 def _per(data: Mapping[str, Any], of_weight: bool = False) -> str:

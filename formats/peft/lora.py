@@ -19,7 +19,7 @@ from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
 from formats.files.channel_factors import ChannelFactors
 from formats.files.side_files import CHANNEL_FACTORS
-from formats.peft.lora_config import WEIGHTS, LoraConfig
+from formats.peft.lora_config import SAVE_AGAIN, WEIGHTS, LoraConfig
 
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -166,7 +166,11 @@ def read_adapter(
 
 def _check_wanted(folder: Path, is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise CheckpointError(str(folder), "loading was stopped: no request waits for it any more")
+        raise CheckpointError(
+            str(folder),
+            "loading was stopped: no request waits for it any more",
+            "send the request again",
+        )
 
 
 class _File:
@@ -185,10 +189,14 @@ class _File:
         self.path = folder / PICKLE
         if not self.path.is_file():
             raise CheckpointError(
-                str(folder), f"has neither {WEIGHTS} nor {PICKLE}", "fetch it again"
+                str(folder), f"has neither {WEIGHTS} nor {PICKLE}", "download it again"
             )
         if self.path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(str(self.path), f"is larger than {MAX_BYTES} bytes")
+            raise CheckpointError(
+                str(self.path),
+                f"is larger than {MAX_BYTES} bytes",
+                f"save the adapter as {WEIGHTS}, which is read in parts",
+            )
         path = self.path
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -215,7 +223,7 @@ class _File:
             file.seek(entry.offset)
             data = bytearray(entry.num_bytes)
             if file.readinto(data) != entry.num_bytes:
-                raise CheckpointError(str(self.path), f"ends inside {name}", "fetch it again")
+                raise CheckpointError(str(self.path), f"ends inside {name}", "download it again")
         return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
 
 
@@ -262,7 +270,7 @@ def _check_pair(
 ) -> None:
     subject = f"{file.path}: {module}"
     if len(parts) != 2:
-        raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "fetch it again")
+        raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "download it again")
     if not config.adapts(module):
         raise CheckpointError(
             subject, f"has tensors, and {config.source} does not name it", "fix one of the two"
@@ -277,7 +285,9 @@ def _check_pair(
                 "was it trained on this model, with these ranks?",
             )
         if not dtype.is_floating_point:
-            raise CheckpointError(f"{subject} lora_{part}", f"expected floats, found {dtype}")
+            raise CheckpointError(
+                f"{subject} lora_{part}", f"expected floats, found {dtype}", SAVE_AGAIN
+            )
     if max_rank is not None and rank > max_rank:
         raise CheckpointError(
             subject, f"expected a rank of at most {max_rank}, found {rank}", "raise --max-lora-rank"

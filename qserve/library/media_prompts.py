@@ -154,7 +154,7 @@ def _decoded(part: str, value: Any) -> Any:
         raise InputError(
             f"messages part of type {part!r}",
             f"expected a data: URL, found {url!r:.100}",
-            f"fetch it, and give it as {{'type': {kind!r}, {kind!r}: ...}}",
+            f"download it, and give it as {{'type': {kind!r}, {kind!r}: ...}}",
         )
     limits = MediaLimits()
     data = read_data_url(url, limits.num_bytes(kind), kind)

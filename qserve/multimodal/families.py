@@ -171,7 +171,7 @@ def _filled(values: Mapping[str, Any], family: VisionFamily) -> dict[str, Any] |
         return {**filled_config(known), "architectures": values["architectures"]}
     except Exception as error:  # which exceptions config classes raise is not documented
         raise InputError(
-            "config.json", f"transformers rejects it: {one_line(error)}", "fetch it again"
+            "config.json", f"transformers rejects it: {one_line(error)}", "download it again"
         ) from error
 
 

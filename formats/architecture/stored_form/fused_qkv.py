@@ -104,7 +104,7 @@ def _apart(
             f"{fused.name}{_SCALES}",
             f"expected a scale for each block of {block[0]} rows of {shards} shards, found"
             f" {stated}",
-            "fetch it again",
+            "download it again",
         )
     dtype, found = torch.bfloat16 if is_coded else fused.dtype, {}
     for linear, count, before in zip(linears, counts, accumulate([0, *counts[:-1]]), strict=True):

@@ -54,7 +54,9 @@ def check_file_is_free(target: str | Path) -> Path:
     """
     path = Path(target)
     if path.suffix != SUFFIX:
-        raise CheckpointError(str(target), f"expected a file name that ends in {SUFFIX}")
+        raise CheckpointError(
+            str(target), f"expected a file name that ends in {SUFFIX}", f"add {SUFFIX} to the name"
+        )
     if path.exists():
         raise CheckpointError(str(target), "exists already", "name another file, or remove it")
     return path

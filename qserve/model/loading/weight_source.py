@@ -10,7 +10,7 @@ from formats.architecture.family import DERIVED
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError
 from formats.files.model_path import origin
 from formats.files.tensor_entry import TensorEntry
 from formats.in_memory.dense import is_dense
@@ -24,7 +24,6 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
-from formats.quant_config import COPY_BLOCK
 from formats.scheme import Scheme
 from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
