@@ -77,16 +77,28 @@ def as_arguments(
             raise InputError(path, f"{name} is not a setting of this command", remedy)
         if known[name] is bool:
             if not isinstance(value, bool):
-                raise InputError(path, f"{name}: expected true or false, found {value!r}")
+                raise InputError(
+                    path,
+                    f"{name}: expected true or false, found {value!r}",
+                    "write true or false without quotes",
+                )
             arguments += [f"--{name}"] * value
             continue
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
         if isinstance(value, list) and typing.get_origin(known[name]) is not list:
-            raise InputError(path, f"{name}: expected one value, found {value!r:.100}")
+            raise InputError(
+                path,
+                f"{name}: expected one value, found {value!r:.100}",
+                "write one scalar after the colon",
+            )
         if any(isinstance(each, dict | list | bool) for each in values):
-            raise InputError(path, f"{name}: expected a string or a number, found {value!r}")
+            raise InputError(
+                path,
+                f"{name}: expected a string or a number, found {value!r}",
+                "put other values in quotes",
+            )
         arguments += [f"--{name}={each}" for each in values]
     return arguments
 

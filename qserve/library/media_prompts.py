@@ -81,7 +81,11 @@ def media_of(prompt: Any) -> Media:
         return Media([], [])
     if not isinstance(stated, Mapping) or set(stated) - {"image", VIDEO}:
         found = sorted(map(str, stated)) if isinstance(stated, Mapping) else type(stated).__name__
-        raise InputError(MEDIA, f"{EXPECTED}, found {found}")
+        raise InputError(
+            MEDIA,
+            f"{EXPECTED}, found {found}",
+            f"for example {{'prompt': '...', {MEDIA!r}: {{'image': image}}}}",
+        )
     images = stated.get("image")
     images = list(images) if isinstance(images, list | tuple) else [images]
     return Media(

@@ -375,5 +375,9 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
         if value is not None:
             found += value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in found):
-        raise InputError(f"{folder} eos_token_id", f"expected token ids, found {found!r:.100}")
+        raise InputError(
+            f"{folder} eos_token_id",
+            f"expected token ids, found {found!r:.100}",
+            "copy generation_config.json and config.json from the original model",
+        )
     return frozenset(token for token in found if 0 <= token < config.vocab_size)

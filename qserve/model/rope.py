@@ -41,7 +41,11 @@ class RopeConfig:
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
-            raise InputError("config.json rope_type", f"expected one of {known}, found {kind!r}")
+            raise InputError(
+                "config.json rope_type",
+                f"expected one of {known}, found {kind!r}",
+                "copy config.json from the original model",
+            )
         theta, rotated = (
             float(rope["rope_theta"]),
             int(dim * rope.get("partial_rotary_factor", 1.0)),

@@ -180,4 +180,8 @@ def _token(values: Mapping[str, Any], keys: tuple[str, ...]) -> int:
         if type(values.get(key)) is int and values[key] >= 0:
             return values[key]
     found = values.get(keys[0])
-    raise InputError(f"config.json {keys[0]}", f"expected a token id, found {found!r:.100}")
+    raise InputError(
+        f"config.json {keys[0]}",
+        f"expected a token id, found {found!r:.100}",
+        "copy config.json from the original model",
+    )

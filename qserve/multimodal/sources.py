@@ -63,7 +63,11 @@ def read_data_url(url: str, max_bytes: int, kind: str = "image") -> bytes:
         )
     if head[1] and not head[1].lower().startswith(TYPES[kind]):
         a_kind = "an image" if kind == "image" else f"a {kind}"
-        raise InputError(SUBJECT, f"expected the media type of {a_kind}, found {head[1]!r}")
+        raise InputError(
+            SUBJECT,
+            f"expected the media type of {a_kind}, found {head[1]!r}",
+            "send a file of that kind",
+        )
     if len(url) - head.end() > max_bytes * 3:  # too large even if each character is %-escaped
         raise _too_large(max_bytes)
     text = url[head.end() :]

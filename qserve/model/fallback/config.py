@@ -56,7 +56,11 @@ def fallback_fields(
 def _size(config: Any, name: str, folder: Path) -> int:
     found = _stated(config, name)
     if type(found) is not int or found < 1:
-        raise InputError(f"{folder}/config.json {name}", f"expected a size, found {found!r:.80}")
+        raise InputError(
+            f"{folder}/config.json {name}",
+            f"expected a size, found {found!r:.80}",
+            "copy config.json from the original model",
+        )
     return found
 
 
