@@ -149,7 +149,7 @@ class ModelRunner:
             with_states=self.has_states,
             split_rule=next((rule for rule in rules if rule is not None), None),
             page_size=self.config.block_size,
-            decode_rows=max(1, self.most_rows) if divides else 0,
+            decode_query_len=max(1, self.most_rows) if divides else 0,
         )
 
     @property
@@ -231,7 +231,7 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
-            decode_rows=self.batch_form.decode_rows,
+            decode_query_len=self.batch_form.decode_query_len,
             media=self.media_buffers(),
             in_step=self._ranks.are_many,
             with_whole=speculator is None and pipeline is None and self.device.type == "cuda",
