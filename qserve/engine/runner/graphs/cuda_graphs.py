@@ -229,9 +229,9 @@ class StepGraphs:
 
         `warm_up` launches every kernel of `step`, but for fewer layers.
         `counts`, `max_rows`, `chunk_sizes` and `decode_query_len` are those of graph_keys. Steps
-        with a context longer than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
-        graphs in the same order. `media`: input buffers for media; None: steps with media use no
-        graph. `with_whole`: also capture graphs of whole steps for small decodes.
+        with a context longer than `max_context_len` use no graph. `in_step`: other ranks capture
+        and replay the same graphs in the same order. `media`: input buffers for media; None: steps
+        with media use no graph. `with_whole`: also capture graphs of whole steps for small decodes.
         """
         self.in_step = in_step
         self._step, self._warm_up = step, warm_up
