@@ -189,8 +189,10 @@ class BlockIndexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """Position embeddings that are added to tokens', in a table with `offset` rows before position
-    0: learned, or sinusoids (numerics/sinusoids.py).
+    """Position embeddings, which are added to token embeddings.
+
+    They are learned, or sinusoids (numerics/sinusoids.py). The table has `offset` rows before
+    position 0.
     """
 
     name: str = ""  # name of the table; empty: sinusoids, which no file holds

@@ -373,12 +373,7 @@ def check_ranks(
         for linear in _linears_of_features(config.family, number, config.values):
             if linear not in whole:
                 _feature_shards(config, sizes, linear, prefix, size)
-        if (
-            placement is None
-            and experts
-            and experts.fused
-            and experts.stand_in(number, config.values)
-        ):
+        if placement is None and experts and experts.fused and experts.is_in(number, config.values):
             name = f"{prefix}.{experts.module}"
             shard_features(name, sizes[experts.down.inputs], size, None)
 

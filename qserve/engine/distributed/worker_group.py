@@ -388,7 +388,9 @@ class WorkerGroup:
             rank_group.explain(error)
             raise
         except BaseException:  # Ctrl-C: the other ranks are in the step and wait for this one
-            rank_group.break_off("it was interrupted in a step; close the model and load it again")
+            rank_group.forbid_steps(
+                "it was interrupted in a step; close the model and load it again"
+            )
             raise
         finally:
             rank_group.is_waiting = False

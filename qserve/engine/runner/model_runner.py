@@ -153,11 +153,11 @@ class ModelRunner:
         )
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         """Bytes of device memory that may still be allocated later, outside of steps."""
-        of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
-        of_layer = max((spec.bytes_to_come for spec in self.cache_specs), default=0)
-        return self.sampler.history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
+        of_encoder = 0 if self.encoder is None else self.encoder.deferred_bytes
+        of_layer = max((spec.deferred_bytes for spec in self.cache_specs), default=0)
+        return self.sampler.history.deferred_bytes + SLICE_BYTES + of_encoder + of_layer
 
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the KV pages and, if the model has them, the states."""

@@ -292,9 +292,9 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Capture the smallest graph that is not captured yet. Returns False if none is left."""
         key = next((key for key in self._keys if key not in self._batches), None)
-        return key is not None and self._has(key)
+        return key is not None and self._ensure_captured(key)
 
-    def _has(self, key: GraphKey) -> bool:
+    def _ensure_captured(self, key: GraphKey) -> bool:
         """Capture a graph if it does not exist yet. Returns True if it exists now.
 
         If the device has no memory for the graph, no further graphs are captured.
@@ -367,7 +367,7 @@ class StepGraphs:
         if step.block_tables_RX.shape[1] > self._table_width:
             return None
         key = smallest_key(self._keys, step, is_whole=whole)
-        if key is None or self._has(key):
+        if key is None or self._ensure_captured(key):
             return key
         return smallest_key(self._keys, step, is_whole=whole)
 
