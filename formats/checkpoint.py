@@ -24,7 +24,7 @@ from formats.architecture.stored_form.entries import canonical_entries, transpos
 from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
-from formats.errors import DOWNLOAD_AGAIN, CheckpointError, DiskError, one_line
+from formats.errors import DOWNLOAD_AGAIN, FREE_SPACE, CheckpointError, DiskError, one_line
 from formats.files import staging
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
@@ -371,7 +371,7 @@ class CheckpointWriter:
             yield
         except (SafetensorError, OSError) as error:
             raise DiskError(
-                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
+                str(self.folder), f"cannot be written: {one_line(error)}", FREE_SPACE
             ) from None
 
     def _discard(self) -> None:

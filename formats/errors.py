@@ -10,6 +10,9 @@ CHECK_ACCESS = "check that you may read it, and that the disk works"
 DOWNLOAD_AGAIN = "download it again"
 COPY_BLOCK = "copy quantization_config from the original checkpoint"
 QUANTIZE_FLOAT = "quantize the float model with `qserve quantize`"
+FREE_SPACE = "free space on the disk, and check its permissions"
+COPY_CONFIG = "copy config.json from the original model"
+DOWNLOAD_BOTH = "download the weights and config.json again, from the same checkpoint"
 QUANTIZE_AGAIN = "download the checkpoint again, or quantize the model again"
 ONE_SCHEME = "quantize them with one scheme"
 
@@ -53,9 +56,7 @@ def unsupported_error(subject: str, problem: str) -> CheckpointError:
 
 def tensor_error(name: str, problem: str) -> CheckpointError:
     """Return the error for a stored tensor that contradicts config.json or its format."""
-    return CheckpointError(
-        name, problem, "download the weights and config.json again, from the same checkpoint"
-    )
+    return CheckpointError(name, problem, DOWNLOAD_BOTH)
 
 
 def weight_error(name: str, problem: str) -> CheckpointError:

@@ -268,7 +268,7 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
         raise InputError(
             name,
             f"has {list(found)} codes, the model's weight is {list(expected)}",
-            "codes are [outputs, inputs]",
+            "give codes as [outputs, inputs]",
         )
 
 
@@ -362,7 +362,11 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
             "give torch tensors, or numpy arrays of numbers",
         ) from None
     if found.is_meta:
-        raise InputError(name, "its tensors are on the meta device, without numbers", "load them")
+        raise InputError(
+            name,
+            "its tensors are on the meta device, without numbers",
+            "load the model's weights first",
+        )
     # torch has few operations for unsigned types wider than 8 bits
     return found.long() if found.dtype in (torch.uint16, torch.uint32, torch.uint64) else found
 

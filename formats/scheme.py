@@ -285,7 +285,7 @@ class Scheme:
             raise SchemeError(
                 name,
                 f"its {in_features} inputs do not make {num_groups} equal groups",
-                "scales are [outputs, groups]",
+                "give scales as [outputs, groups]",
             )
         size = CHANNEL if num_groups == 1 else in_features // num_groups
         return replace(scheme, weight=replace(spec, group_size=checked_group_size(size, name)))

@@ -320,7 +320,9 @@ class EngineConfig(HubSettings, ParallelSettings):
         if self.quantization is not None:
             return OnlineQuantization.parse(self.quantization, self.quantization_config)
         if self.quantization_config is not None:
-            raise InputError("--quantization-config", "requires --quantization", "add it")
+            raise InputError(
+                "--quantization-config", "requires --quantization", "add --quantization online"
+            )
         return None
 
     @property

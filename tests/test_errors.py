@@ -42,7 +42,9 @@ def without_remedy(tree: ast.AST, classes: set[str]) -> list[int]:
 
 
 def test_every_error_has_a_remedy():
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+    # parsing all files would take several times as long
+    trees = {name: ast.parse(text) for name, text in texts.items() if "Error" in text}
     classes = error_classes(trees.values())
     assert {
         "CheckpointError",

@@ -33,10 +33,8 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         raise block_error(f"{BLOCK}.zero_point", f"expected true or false, found {zero_point!r}")
     version = str(block.get("version", "gemm")).lower()
     if version not in LAYOUTS:
-        raise CheckpointError(
-            f"{BLOCK}.version",
-            f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}",
-            "AWQ's other layouts are not supported",
+        raise unsupported_error(
+            f"{BLOCK}.version", f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}"
         )
     spec = QuantSpec(
         bits=4,

@@ -128,7 +128,7 @@ def stored_version(
             f"{name}.qzeros",
             f"contains only {low}, and the label is {label}: either these are symmetric zeros of"
             " the other version, or the label is right and the zeros are unusual",
-            "set sym to true if the model is symmetric, or fix checkpoint_format",
+            "set sym to true if the model is symmetric, otherwise checkpoint_format to its version",
         )
     if label == "v1" and high == spec.max_code:
         raise CheckpointError(

@@ -32,13 +32,15 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate: ValueError
     except FileNotFoundError:
-        raise CheckpointError(str(path), "not found", "is this a model folder?") from None
+        raise CheckpointError(str(path), "not found", "give a folder that has this file") from None
     except OSError as error:
         raise CheckpointError(
             str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
         ) from None
     except _BeyondFloat32 as error:
-        raise CheckpointError(str(path), str(error), "correct the file") from None
+        raise CheckpointError(
+            str(path), str(error), "copy the file from the original model"
+        ) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -127,7 +127,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
         if 8 + length + position != size:
             raise ValueError(f"{size - 8 - length - position} bytes belong to no tensor")
     except FileNotFoundError:
-        raise CheckpointError(str(path), "not found", "the checkpoint is incomplete") from None
+        raise CheckpointError(str(path), "not found", "download the checkpoint again") from None
     except OSError as error:
         raise CheckpointError(
             str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS

@@ -437,5 +437,5 @@ def _unplaced(stored: StoredTensor, architecture: Architecture, subject: str) ->
     return CheckpointError(
         f"{subject}: {stored.name}",
         f"is not known as a tensor of {architecture.name}",
-        "this variant of the architecture is not supported; use the model's safetensors files",
+        "use the model's safetensors files: this variant of the architecture is not supported",
     )

@@ -84,7 +84,7 @@ class BlockConfig(LayersConfig):
                 f"config.json {FLAT_AUX_KEY if self.layout == ORIGINAL else NESTED_AUX_KEY}",
                 f"expected auxiliary layers of a target model with {num_target_layers} layers,"
                 f" found {list(self.explicit_aux_layers)}",
-                "is this the model that the head was trained for?",
+                "use the head with the model that it was trained for",
             )
         return aux_layers
 

@@ -95,7 +95,7 @@ class EagleConfig(LayersConfig):
                 f"config.json {AUX_LAYERS_KEY}",
                 f"expected {self.num_aux} auxiliary layers of a target model with"
                 f" {num_target_layers} layers, found {list(aux_layers)}",
-                "is this the model that the head was trained for?",
+                "use the head with the model that it was trained for",
             )
         return aux_layers
 

@@ -63,7 +63,9 @@ class PackedWeight:
                 )
             if tensor.is_meta:
                 raise CheckpointError(
-                    f"{name} {field}", "is on the meta device, without numbers", "load it"
+                    f"{name} {field}",
+                    "is on the meta device, without numbers",
+                    "load the model's weights first",
                 )
             if tensor.layout is not torch.strided:
                 raise CheckpointError(

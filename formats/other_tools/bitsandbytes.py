@@ -38,7 +38,7 @@ def decode_4bit(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) ->
     state_field = STATES.get(spec.type, "")
     for field in ("weight", "weight.absmax", "weight.quant_map", state_field):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     state = _state(tensors[state_field], spec.type, f"{name}.{state_field}")
     N, K = state["shape"]
     codes = _nibbles(tensors["weight"], N * K, f"{name}.weight")
@@ -56,7 +56,7 @@ def decode_8bit(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) ->
     """Decode symmetric codes with a scale for each output, SCB / 127. Raises CheckpointError."""
     for field in ("weight", "SCB"):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     codes_NK, largest = tensors["weight"], tensors["SCB"]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
         raise tensor_error(
@@ -148,7 +148,7 @@ def _absmax(
         raise tensor_error(name, f"its nested_offset cannot be {offset!r:.80}")
     field = "weight.nested_quant_map"
     if field not in tensors:
-        raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+        raise tensor_error(f"{name}.{field}", "is missing")
     table = _table(tensors[field], 256, f"{name}.{field}")
     outer = tensors["weight.nested_absmax"].flatten()
     wanted = -(-num_blocks // size)

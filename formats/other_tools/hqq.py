@@ -7,7 +7,13 @@ Legend: N outputs, K inputs.
 
 import torch
 
-from formats.errors import CheckpointError, tensor_error, unsupported_error
+from formats.errors import (
+    DOWNLOAD_BOTH,
+    QUANTIZE_FLOAT,
+    CheckpointError,
+    tensor_error,
+    unsupported_error,
+)
 from formats.in_memory.dense import DenseWeight
 from formats.scheme import QuantSpec
 
@@ -30,9 +36,9 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
     """Decode the weight in the dtype of its scales. Raises CheckpointError."""
     for field in (CODES, "scale", "zero", "shape", "axis", "nbits"):
         if field not in tensors:
-            remedy = "the checkpoint is incomplete"
+            remedy = DOWNLOAD_BOTH
             if field in ("scale", "zero"):
-                remedy = "quantized scales are not supported; quantize the float original"
+                remedy = f"{QUANTIZE_FLOAT}: quantized scales are not supported"
             raise CheckpointError(f"{name}.{field}", "is missing", remedy)
     bits, axis = (_number(tensors[field], f"{name}.{field}") for field in ("nbits", "axis"))
     if bits != spec.bits:
@@ -79,11 +85,10 @@ def _codes(
     per_word, dtype = PACKED[bits]
     packed_rows = -(-rows // per_word)
     if not viewed and (words.dtype, words.shape) != (dtype, (packed_rows, columns)):
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected {dtype} {[packed_rows, columns]} for {rows} x {columns} codes of {bits}"
             f" bits, found {words.dtype} {list(words.shape)}",
-            "the file is damaged, or its settings are another linear's",
         )
     data = words.contiguous().flatten().view(torch.uint8)
     if data.numel() != packed_rows * columns * dtype.itemsize:

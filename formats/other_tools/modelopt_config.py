@@ -163,7 +163,7 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
         raise CheckpointError(
             f"{where}.config_groups",
             f"expected weights of {scheme.weight.bits} bits with {algorithm}, found {bits!r:.80}",
-            "take the config.json of this checkpoint",
+            "copy config.json from the original checkpoint",
         )
     size = keys.get("group_size") or _weight_key(keys, "group_size")
     fixed = scheme.weight.group_size

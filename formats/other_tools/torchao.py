@@ -43,7 +43,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Weigh
         return _decode_tiles(tensors, spec, name)
     for field in (DATA, SCALE, *([ZERO] if spec.type == "floatzero" else [])):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     if tensors[SCALE].dtype not in SCALE_DTYPES:
         raise tensor_error(f"{name}.{SCALE}", f"expected floats, found {tensors[SCALE].dtype}")
     if spec.type == "floatzero":
@@ -104,7 +104,8 @@ def _decode_int4(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -
         raise CheckpointError(
             f"{name}.{DATA}",
             f"expected int8 [N, K / 2], found {data.dtype} {list(data.shape)}",
-            "int4_packing_format plain and tile_packed_to_4d are read; quantize the float original",
+            "quantize the float model: only int4_packing_format plain and tile_packed_to_4d are"
+            " read",
         )
     bytes_NB = data.contiguous().view(torch.uint8)
     unsigned = torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1)
@@ -119,7 +120,7 @@ def _decode_int4(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -
 def _decode_tiles(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> DenseWeight:
     """Decode the codes of tile_packed_to_4d, continue as in `_decode_int4`, and remove padding."""
     if DATA not in tensors:
-        raise CheckpointError(f"{name}.{DATA}", "is missing", "the checkpoint is incomplete")
+        raise tensor_error(f"{name}.{DATA}", "is missing")
     codes_NK = unpack_tiles(tensors[DATA], f"{name}.{DATA}")
     (N, K), length = codes_NK.shape, spec.group_length(codes_NK.shape[1])
     num_groups = K // length if K % length == 0 else 0

@@ -154,7 +154,7 @@ def read_adapter(
             str(folder),
             f"{config.source} lists {missing[0]}, but the file has no tensors for it"
             f" ({len(missing)} such modules)",
-            "was it trained on this model?",
+            "use an adapter that was trained on this model",
         )
     pairs = {}
     for module, parts in names.items():
@@ -252,9 +252,9 @@ def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
             raise CheckpointError(
                 f"{file.path}: {name}",
                 f"adapts {stored}, which is not a linear of this model that can be adapted",
-                "was it trained on this model? Attention and feed-forwards can be adapted, but not"
-                " embeddings, heads, routers and experts; `qserve merge` takes a float model's"
-                " linears",
+                "use an adapter that was trained on this model, without embeddings, heads,"
+                " routers and experts; `qserve merge` takes adapters of any linear of a float"
+                " model",
             )
         found.setdefault(module, {})[ENDS[end]] = name
     return found
@@ -273,7 +273,7 @@ def _check_pair(
         raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "download it again")
     if not config.adapts(module):
         raise CheckpointError(
-            subject, f"has tensors, and {config.source} does not name it", "fix one of the two"
+            subject, f"has tensors, and {config.source} does not name it", SAVE_AGAIN
         )
     (N, K), rank = shapes[module], config.rank_of(module)
     for part, shape in (("A", (rank, K)), ("B", (N, rank))):
@@ -282,7 +282,7 @@ def _check_pair(
             raise CheckpointError(
                 f"{subject} lora_{part}",
                 f"expected {list(shape)}, found {list(found)}",
-                "was it trained on this model, with these ranks?",
+                "use an adapter that was trained on this model, with these ranks",
             )
         if not dtype.is_floating_point:
             raise CheckpointError(

@@ -46,9 +46,13 @@ def read_mapping(path: str) -> dict[str, Any]:
             path, f"cannot be read: {error.strerror}", "choose another file"
         ) from error
     except Exception as error:  # each of the three parsers raises its own types
-        raise InputError(path, f"cannot be read: {one_line(error)}", "correct the file") from error
+        raise InputError(
+            path, f"cannot be read: {one_line(error)}", "correct the line that it names"
+        ) from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise InputError(path, "expected a mapping of flags to values", "correct the file")
+        raise InputError(
+            path, "expected a mapping of flags to values", "write lines such as `max-num-seqs: 64`"
+        )
     return found
 
 

@@ -20,7 +20,7 @@ from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
 from formats.codecs import mxfp4
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.files.model_path import MISTRAL_INDEX, model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
@@ -35,7 +35,6 @@ from qserve.multimodal.families import VisionConfig
 # Limit for a wrong config.json, since tables of this width are made before tensors are read. The
 # largest known head size is 576.
 MAX_HEAD_DIM = 4096
-COPY_CONFIG = "copy config.json from the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

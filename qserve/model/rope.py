@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.files.json_file import fits_float32
 
 
@@ -44,7 +44,7 @@ class RopeConfig:
             raise InputError(
                 "config.json rope_type",
                 f"expected one of {known}, found {kind!r}",
-                "copy config.json from the original model",
+                COPY_CONFIG,
             )
         theta, rotated = (
             float(rope["rope_theta"]),

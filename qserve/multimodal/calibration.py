@@ -240,5 +240,7 @@ def _bytes_of(text: str, folder: Path) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InputError(
-            "text", f"is no file below {folder}, no data: URL and no base64", "correct the path"
+            "text",
+            f"is no file below {folder}, no data: URL and no base64",
+            "give the path relative to the file of chats",
         ) from None

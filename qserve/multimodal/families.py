@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.architecture.family import architecture_of
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.family import VisionFamily
@@ -183,5 +183,5 @@ def _token(values: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     raise InputError(
         f"config.json {keys[0]}",
         f"expected a token id, found {found!r:.100}",
-        "copy config.json from the original model",
+        COPY_CONFIG,
     )

@@ -19,7 +19,7 @@ import torch
 from formats.architecture.family import Family
 from formats.architecture.sizes import is_size, size
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_CONFIG, CheckpointError
 from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 LAYOUT, FUSED, APART = "attention_projection_layout", "fused_qkv", "split"
@@ -94,7 +94,7 @@ def _apart(
             fused.name,
             f"expected {shards} shards with the rows of {counts} queries, keys and values, found"
             f" {list(fused.shape)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     is_coded = fused.dtype == torch.float8_e4m3fn
     height = fused.shape[0] // shards
