@@ -314,7 +314,7 @@ def parse_override(text: str) -> tuple[str, Scheme]:
     if not equals or not pattern:
         raise InputError(
             f"override {text!r}",
-            "expected PATTERN=SCHEME",
+            "is not PATTERN=SCHEME",
             r"name the linears by an expression, such as '.*\.down_proj=w8a16-sym'",
         )
     return pattern, BLOCK_SCHEMES.get(scheme) or Scheme.parse(scheme)

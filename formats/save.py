@@ -285,8 +285,11 @@ def _from_codes(
     codes_NK, scales_NG, *zeros = value
     zeros_NG = zeros[0] if zeros else None
     if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
+        found = [None if part is None else list(part.shape) for part in (codes_NK, scales_NG)]
         raise InputError(
-            name, "expected codes [N, K] and scales [N, G]", "give 2-d tensors for both"
+            name,
+            f"expected codes [N, K] and scales [N, G], found {found[0]} and {found[1]}",
+            "give 2-d tensors for both",
         )
     _check_shape(name, tuple(codes_NK.shape), shape)
     if len(scales_NG) != len(codes_NK):

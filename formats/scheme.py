@@ -81,14 +81,20 @@ class QuantSpec:
                 "group size", f"expected -1 or a positive number, found {self.group_size}", NAMED
             )
         if self.type == "float" and (self.bits, self.symmetric) != (8, True):
-            raise SchemeError("float weights", "expected 8 bits, symmetric", NAMED)
+            raise SchemeError(
+                "float weights",
+                f"expected 8 bits, symmetric, found {self.bits}, symmetric {self.symmetric}",
+                NAMED,
+            )
         if self.type in FP4_TYPES and (self.bits, self.symmetric, self.group_size) != (
             *(4, True),
             FP4_TYPES[self.type],
         ):
             raise SchemeError(
                 f"{self.type} weights",
-                f"expected 4 bits in groups of {FP4_TYPES[self.type]}",
+                f"expected 4 bits in groups of {FP4_TYPES[self.type]}, found {self.bits} bits in"
+                " groups"
+                f" of {self.group_size}",
                 NAMED,
             )
         if self.type in BLOCK_TYPES and (self.bits, self.symmetric, self.group_size) != (
@@ -96,11 +102,13 @@ class QuantSpec:
             block_length(self.type),
         ):
             length = block_length(self.type)
-            raise SchemeError(f"{self.type} weights", f"expected blocks of {length} inputs", NAMED)
-        if self.type != "float" and self.rows != 1:
             raise SchemeError(
-                "rows", f"integer codes have a scale for each row, not {self.rows}", NAMED
+                f"{self.type} weights",
+                f"expected blocks of {length} inputs, found {self.group_size}",
+                NAMED,
             )
+        if self.type != "float" and self.rows != 1:
+            raise SchemeError("rows", f"expected 1 for integer codes, found {self.rows}", NAMED)
 
     @property
     def max_code(self) -> int:

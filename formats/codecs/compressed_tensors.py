@@ -126,7 +126,8 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
         rows = -(-out_features * spec.bits // 32)
         if stored is None or stored.dtype != torch.int32:
             raise tensor_error(
-                f"{name}.weight_zero_point", "expected packed int32 zeros of an asymmetric scheme"
+                f"{name}.weight_zero_point",
+                f"expected packed int32 zeros, found {'none' if stored is None else stored.dtype}",
             )
         if stored.shape != (rows, scales_NG.shape[1]):
             raise tensor_error(

@@ -183,7 +183,8 @@ def _block_rules(listed: Any, scheme: Scheme) -> list[Rule]:
         names += item if isinstance(item, list) else [item]
     if not all(isinstance(name, str) and name for name in names) or len(names) > MAX_RULES:
         raise block_error(
-            f"{BLOCK}.modules_in_block_to_quantize", "expected names, or lists of names"
+            f"{BLOCK}.modules_in_block_to_quantize",
+            f"expected names, or lists of names, found {listed!r:.80}",
         )
     rules = [Rule(kind="contains", text=name, scheme=scheme) for name in names]
     return [*rules, Rule(kind="all", scheme=None)]

@@ -114,7 +114,7 @@ def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
         if len(values) != count or not is_number:
             raise CheckpointError(
                 f"{metadata.subject}: {key}",
-                f"expected a number for each of {count} layers",
+                f"expected a number for each of {count} layers, found {stated!r:.80}",
                 DOWNLOAD_AGAIN,
             )
         shapes = dict(family.activation_tensors.values())

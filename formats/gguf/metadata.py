@@ -79,7 +79,7 @@ class Metadata:
         if width // 2 > MAX_DIVISORS:
             raise CheckpointError(
                 subject,
-                f"has {width // 2} values",
+                f"expected at most {MAX_DIVISORS} values, found {width // 2}",
                 _DOWNLOAD,
             )
         try:
@@ -91,7 +91,8 @@ class Metadata:
         if len(values) != width // 2 or not all(0 < value < most for value in values):
             raise CheckpointError(
                 subject,
-                "expected positive numbers",
+                f"expected {width // 2} positive numbers below {most:g}, found"
+                f" {values.tolist()!s:.80}",
                 _DOWNLOAD,
             )
         return values.tolist()

@@ -168,7 +168,8 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     if kind == EAGLE and is_nested:
         raise CheckpointError(
             f"config.json {KIND_KEY}",
-            "expected eagle3 or peagle; eagle heads are supported only in their original layout",
+            "expected eagle3 or peagle, found eagle, which is supported only in its original"
+            " layout",
             "use the head in its original layout, as its authors published it",
         )
     aux_layers = numbers(stated, AUX_LAYERS_KEY)

@@ -211,7 +211,11 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
     ):
-        raise CheckpointError(str(path), "expected tensors by name", "write safetensors")
+        raise CheckpointError(
+            str(path),
+            f"expected tensors by name, found {type(found).__name__}",
+            "write safetensors",
+        )
     return found
 
 

@@ -161,7 +161,10 @@ class Fp4Weight:
             raise CheckpointError(f"{name} scales", "contain NaN", QUANTIZE_AGAIN)
         is_one = whole is None or whole.numel() == 1 or whole.shape == (self.out_features, 1)
         if whole is not None and not (is_one and bool((whole > 0).all())):
-            raise weight_error(f"{name} global scale", "expected one number above 0")
+            raise weight_error(
+                f"{name} global scale",
+                f"expected one number above 0, found {whole.flatten()[:4].tolist()}",
+            )
         steps_NG = self.steps()
         if not torch.isfinite(steps_NG).all():
             raise CheckpointError(f"{name} scales", "contain NaN or infinity", QUANTIZE_AGAIN)

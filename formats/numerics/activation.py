@@ -41,7 +41,9 @@ def check_input_scale(
         scale.numel() != 1 or not torch.isfinite(scale).all() or not (scale > 0).all()
     ):
         raise CheckpointError(
-            f"{name}.input_scale", "expected one finite number above 0", "calibrate again"
+            f"{name}.input_scale",
+            f"expected one finite number above 0, found {scale.flatten()[:4].tolist()}",
+            "calibrate again",
         )
 
 

@@ -20,7 +20,10 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, bool):
             raise block_error(f"{BLOCK}.{key}", f"expected true or false, found {value!r:.80}")
     if four == eight:
-        raise block_error(f"{BLOCK}.load_in_4bit", "expected it or load_in_8bit to be true")
+        raise block_error(
+            f"{BLOCK}.load_in_4bit",
+            f"expected either it or load_in_8bit to be true, found {four} for both",
+        )
     kind = block.get("bnb_4bit_quant_type", "fp4")
     if four and kind not in TABLES:
         raise unsupported_error(

@@ -43,7 +43,9 @@ def decode(
     # zeros of symmetric integers are all 0
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and scheme.weight.symmetric and bool(zeros.any()):
-        raise tensor_error(f"{name}.weight_zero_point", f"expected zeros for {scheme}")
+        raise tensor_error(
+            f"{name}.weight_zero_point", f"expected only zeros for {scheme}, found other numbers"
+        )
     kept = {field: t for field, t in tensors.items() if field != "weight_zero_point"}
     return compressed_tensors.decode(kept, scheme, name)
 

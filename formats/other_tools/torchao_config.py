@@ -146,7 +146,10 @@ def _int4(data: Mapping[str, Any]) -> tuple[Scheme, str]:
         )
     if packing != "plain" and data.get("int4_tile_packed_ntile", 8) != 8:
         raise CheckpointError(
-            WHERE, "int4_tile_packed_ntile: expected 8; others are AMD's order of inputs", ANEW
+            WHERE,
+            "int4_tile_packed_ntile: expected 8, found"
+            f" {data['int4_tile_packed_ntile']!r:.40}, AMD's order of inputs",
+            ANEW,
         )
     size = checked_group_size(
         data.get("group_size", DEFAULT_GROUP_SIZE), f"{WHERE}: group size", COPY_BLOCK

@@ -208,7 +208,11 @@ class _File:
             for name, value in found.items()
         )
         if not tensors:
-            raise CheckpointError(str(self.path), "expected tensors by name", "save it again")
+            raise CheckpointError(
+                str(self.path),
+                f"expected tensors by name, found {type(found).__name__}",
+                SAVE_AGAIN,
+            )
         self._pickled = found
         self.entries = {name: (tuple(t.shape), t.dtype) for name, t in found.items()}
 

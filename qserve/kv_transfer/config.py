@@ -82,7 +82,8 @@ class KvTransferConfig:
         if not isinstance(config.connector, str) or not config.connector:
             raise InputError(
                 FLAG,
-                "expected kv_connector: folder, peer, nixl, or module:Class",
+                "kv_connector: expected folder, peer, nixl, or module:Class, found"
+                f" {config.connector!r:.80}",
                 'for example {"kv_connector": "folder"}',
             )
         if config.role not in ROLES:
@@ -94,7 +95,7 @@ class KvTransferConfig:
         if not isinstance(config.extra, dict):
             raise InputError(
                 FLAG,
-                "kv_connector_extra_config: expected an object",
+                f"kv_connector_extra_config: expected an object, found {config.extra!r:.80}",
                 'for example {"path": "/dev/shm/kv"}',
             )
         return config

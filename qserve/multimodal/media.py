@@ -89,7 +89,7 @@ class MediaItem:
         if not DIGEST.fullmatch(self.digest):
             raise ParameterError(
                 "media digest",
-                "expected 64 hex digits in lower case",
+                f"expected 64 hex digits in lower case, found {self.digest!r:.80}",
                 "use hashlib.sha256(content).hexdigest()",
             )
         if self.offset < 0 or self.length < 1:
@@ -104,7 +104,8 @@ class MediaItem:
         ):
             raise ParameterError(
                 "media is_embed",
-                f"expected {self.length} bytes of 0 or 1, not all of them 0",
+                f"expected {self.length} bytes of 0 or 1, not all of them 0, found"
+                f" {len(self.is_embed)} bytes: {self.is_embed[:16]!r}",
                 "leave it out if every position has an embedding",
             )
 

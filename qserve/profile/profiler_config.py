@@ -66,7 +66,7 @@ class ProfilerConfig:
         if not isinstance(prefix, str) or not all(c.isalnum() or c in "-_." for c in prefix):
             raise InputError(
                 "profile_prefix",
-                "expected only letters, digits, - _ and .",
+                f"expected only letters, digits, - _ and ., found {prefix!r:.80}",
                 "use a plain name; the folder is torch_profiler_dir",
             )
         return dataclasses.replace(self, prefix=prefix, **_known("body", wanted))

@@ -10,6 +10,7 @@ from typing import Any
 
 from qserve.errors import ParameterError
 from qserve.params.known_fields import names_unknown_fields
+from qserve.params.parameter_types import shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
@@ -74,16 +75,22 @@ class StructuredOutputsParams:
             if field.name == "choice":
                 if not all(isinstance(text, str) for text in value):
                     raise ParameterError(
-                        f"{FIELD}.choice", "expected a list of texts", "put the texts in [...]"
+                        f"{FIELD}.choice",
+                        f"expected a list of texts, found {[*value]!r:.80}",
+                        "put the texts in [...]",
                     )
             elif field.type in (bool, "bool"):
                 if not isinstance(value, bool):
                     raise ParameterError(
-                        f"{FIELD}.{field.name}", "expected true or false", "send it without quotes"
+                        f"{FIELD}.{field.name}",
+                        f"expected true or false, found {shown(value)}",
+                        "give it without quotes",
                     )
             elif value is not None and not isinstance(value, str):
                 raise ParameterError(
-                    f"{FIELD}.{field.name}", "expected a text", "send a JSON string"
+                    f"{FIELD}.{field.name}",
+                    f"expected a text, found {shown(value)}",
+                    "give a string",
                 )
         for name in ("whitespace_pattern", "prefix", "opening"):
             self._limit(name, getattr(self, name) or "", MAX_GRAMMAR_CHARS)

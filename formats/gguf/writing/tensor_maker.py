@@ -105,7 +105,8 @@ class TensorMaker:
                 if type_of(weight, module) != kind:
                     raise CheckpointError(
                         module,
-                        f"expected {kind.name}, the type of {modules[0]}",
+                        f"expected {kind.name}, the type of {modules[0]},"
+                        f" found {type_of(weight, module).name}",
                         "quantize them with one scheme",
                     )
                 parts.append(encode_weight(weight, module, exact=self._exact))
@@ -138,7 +139,8 @@ class TensorMaker:
                     if self.type_of_floats(each) != kind:
                         raise CheckpointError(
                             each,
-                            f"expected {kind.name}, the type of {names[0]}",
+                            f"expected {kind.name}, the type of {names[0]},"
+                            f" found {self.type_of_floats(each).name}",
                             "quantize them with one scheme",
                         )
                 rows = [self.reader.entries[each].stored_rows() for each in names]

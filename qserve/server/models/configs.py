@@ -65,7 +65,7 @@ def _own_settings(path: str | None, names: list[str]) -> dict[str, dict[str, Any
         if not isinstance(settings, dict | None):
             raise InputError(
                 f"{path}: {name}",
-                "expected a mapping of flags to values",
+                f"expected a mapping of flags to values, found {settings!r:.80}",
                 "write `flag: value` lines below the model's name",
             )
     fields = {

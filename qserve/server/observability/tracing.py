@@ -119,7 +119,7 @@ def tracing_to(endpoint: str | None) -> Tracing:
     if not endpoint.startswith(("http://", "https://")):
         raise InputError(
             FLAG,
-            f"expected a URL such as http://host:4318/v1/traces: {endpoint}",
+            f"expected a URL such as http://host:4318/v1/traces, found {endpoint!r:.200}",
             "give the address of an OTLP collector, with its scheme",
         )
     try:
