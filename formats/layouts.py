@@ -332,9 +332,9 @@ def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
     reason = layout.refuses(scheme)
     if reason is not None:
         able = [row.name for row in LAYOUTS.values() if row.refuses(scheme) is None]
-        remedy = f"formats that can: {', '.join(able)}" if able else "no format can"
+        remedy = f"write {' or '.join(able)}" if able else "use another scheme"
         if is_dense(scheme.weight):
-            remedy += "; quantize the float original"
+            remedy += "; or quantize the float model"
         raise SchemeError(
             subject or f"scheme {scheme}",
             f"cannot be written as {layout.name}: {layout.name} {reason}",
@@ -391,7 +391,7 @@ def check_shape_writable(
     raise SchemeError(
         module,
         f"cannot be written as {layout.name}: {reason}",
-        f"formats that can: {', '.join(able)}" if able else "leave it in float",
+        f"write {' or '.join(able)}" if able else "leave it in float",
     )
 
 

@@ -65,8 +65,8 @@ CODES = {
 SCALES = "_scale_inv"  # what follows the name of a stack with blocks of float8
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REMEDY = (
-    "write the linears of each expert apart (experts.0.gate_proj.weight), or quantize the float"
-    " original"
+    "store the linears of each expert separately (experts.0.gate_proj.weight), or quantize the"
+    " float model"
 )
 _STACK = re.compile(
     rf"(?P<stem>.*\.layers\.\d{{1,9}}(?:\.(?:{'|'.join(MODULES)}))?\.experts)"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import COPY_BLOCK, CheckpointError, block_error
+from formats.errors import COPY_BLOCK, QUANTIZE_FLOAT, CheckpointError, block_error
 from formats.other_tools.hqq import PACKED
 from formats.rules import Rule, float_modules
 from formats.scheme import CHANNEL, QuantSpec, Scheme, checked_group_size
@@ -46,14 +46,14 @@ def _scheme(stated: Any, where: str) -> Scheme:
             raise CheckpointError(
                 f"{where}.{key}",
                 "quantized scales and zero points are not supported",
-                "quantize the float original",
+                QUANTIZE_FLOAT,
             )
     bits = values.get("nbits")
     if type(bits) is not int or bits not in PACKED:
         raise CheckpointError(
             f"{where}.{PARAMETERS}.nbits",
             f"expected one of {', '.join(map(str, PACKED))}, found {bits!r:.40}",
-            "quantize the float original",
+            QUANTIZE_FLOAT,
         )
     size = values.get("group_size")
     size = CHANNEL if size is None else checked_group_size(size, f"{where}: group size", COPY_BLOCK)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.errors import CheckpointError, tensor_error, unsupported_error
+from formats.errors import QUANTIZE_FLOAT, CheckpointError, tensor_error, unsupported_error
 from formats.files.padded_shapes import PADDED_FIELD, SHAPE_FIELD
 from formats.in_memory.dense import DenseWeight
 from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
@@ -37,7 +37,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Weigh
     """
     for field, problem in OTHERS.items():
         if field in tensors:
-            raise CheckpointError(f"{name}.{field}", problem, "quantize the float original")
+            raise CheckpointError(f"{name}.{field}", problem, QUANTIZE_FLOAT)
     spec = scheme.weight
     if spec.type == "floatzero" and SCALE_AND_ZERO in tensors:
         return _decode_tiles(tensors, spec, name)
@@ -146,7 +146,7 @@ def unpack_tiles(words: torch.Tensor, name: str) -> torch.Tensor:
         raise CheckpointError(
             name,
             f"expected int32 [N / 8, K / 32W, 32, W], found {words.dtype} {list(words.shape)}",
-            "quantize the float original",
+            QUANTIZE_FLOAT,
         )
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     nibbles = (words[..., None] >> shifts & 15).to(torch.int8)
