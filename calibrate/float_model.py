@@ -17,7 +17,7 @@ from formats.architecture.next_token import draft_linears
 from formats.architecture.padding import Padding
 from formats.architecture.variant_check import check_counts
 from formats.checkpoint import CheckpointReader, TensorEntry
-from formats.errors import CheckpointError, InputError, one_line
+from formats.errors import COPY_CONFIG, DOWNLOAD_BOTH, CheckpointError, InputError, one_line
 from formats.inspection.config import check_config
 from formats.inspection.findings import Findings
 from formats.inspection.model import check_shapes
@@ -151,7 +151,7 @@ class FloatModel:
         check_config(self.reader.config, findings)
         for problem in findings.problems:
             if problem.severity == "error":
-                raise CheckpointError(problem.subject, problem.text, "fix config.json")
+                raise CheckpointError(problem.subject, problem.text, COPY_CONFIG)
 
     def _check_not_quantized(self) -> None:
         quantized = [name for name in self.entries if name.endswith(".qweight")]
@@ -195,7 +195,7 @@ class FloatModel:
             raise CheckpointError(
                 str(self.folder),
                 f"tensors missing: {', '.join(missing[:MAX_NAMES_SHOWN])}{more}",
-                "the checkpoint is incomplete, or config.json belongs to another model",
+                DOWNLOAD_BOTH,
             )
 
     def _check_shapes(self) -> None:
@@ -203,9 +203,7 @@ class FloatModel:
         findings = Findings()
         check_shapes(self.reader.config, (), self.reader, findings)
         for problem in findings.problems:
-            raise CheckpointError(
-                problem.subject, problem.text, problem.remedy or "fix config.json"
-            )
+            raise CheckpointError(problem.subject, problem.text, problem.remedy or COPY_CONFIG)
 
     def _check_linears(self) -> dict[str, tuple[int, int]]:
         shapes = {}

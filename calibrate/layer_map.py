@@ -63,7 +63,7 @@ class LayerMap:
 
     def has_experts(self, config: dict[str, Any], layer: int) -> bool:
         """True if a layer has experts."""
-        return self.experts is not None and self.experts.stand_in(layer, config)
+        return self.experts is not None and self.experts.is_in(layer, config)
 
     def has_own_linears(self, config: dict[str, Any], layer: int) -> bool:
         """True if the layer's experts have one tensor per matrix."""

@@ -45,7 +45,7 @@ class Recipe:
             raise InputError(
                 f"recipe {self.name!r}",
                 "tuning requires the float model's outputs (corrects=True)",
-                "set corrects",
+                "set corrects=True",
             )
         for transform in self.transforms:
             if transform.on_statistics is not None:

@@ -24,7 +24,7 @@ from formats.architecture.stored_form.entries import canonical_entries, transpos
 from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
-from formats.errors import FETCH_AGAIN, CheckpointError, DiskError, one_line
+from formats.errors import DOWNLOAD_AGAIN, FREE_SPACE, CheckpointError, DiskError, one_line
 from formats.files import staging
 from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
@@ -163,11 +163,13 @@ class CheckpointReader:
                 raise CheckpointError(
                     str(self.folder / file_name),
                     f"does not contain {name!r}, which {INDEX} lists there",
-                    FETCH_AGAIN,
+                    DOWNLOAD_AGAIN,
                 )
             for name in entries.keys() & found.keys():
                 raise CheckpointError(
-                    name, f"is in two shards, one of them {file_name}", "fetch the checkpoint again"
+                    name,
+                    f"is in two shards, one of them {file_name}",
+                    "download the checkpoint again",
                 )
             found.update(entries)
         return found
@@ -189,13 +191,13 @@ class CheckpointReader:
     def _listed_files(index_path: Path) -> dict[str, set[str]]:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(str(index_path), "has no weight_map", FETCH_AGAIN)
+            raise CheckpointError(str(index_path), "has no weight_map", DOWNLOAD_AGAIN)
         files: dict[str, set[str]] = {}
         for name, file_name in weight_map.items():
             plain = isinstance(file_name, str) and Path(file_name).name == file_name
             if not plain or file_name in ("", ".."):
                 raise CheckpointError(
-                    str(index_path), f"{file_name!r} is not a plain file name", FETCH_AGAIN
+                    str(index_path), f"{file_name!r} is not a plain file name", DOWNLOAD_AGAIN
                 )
             files.setdefault(file_name, set()).add(name)
         return files
@@ -369,7 +371,7 @@ class CheckpointWriter:
             yield
         except (SafetensorError, OSError) as error:
             raise DiskError(
-                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
+                str(self.folder), f"cannot be written: {one_line(error)}", FREE_SPACE
             ) from None
 
     def _discard(self) -> None:

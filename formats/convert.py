@@ -11,7 +11,7 @@ from pathlib import Path
 
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError
 from formats.files.model_path import is_gguf_folder
 from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
@@ -34,7 +34,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
-from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import count_text, names_text, size_text
 
@@ -260,7 +260,11 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
     tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)
     different = same_weight(weight, decode_linear(module, tensors, config))
     if different is not None:
-        raise CheckpointError(module, f"{layout.name} would change its {different}")
+        raise CheckpointError(
+            module,
+            f"{layout.name} would change its {different}",
+            "choose another `--format`, or serve the checkpoint as it is",
+        )
     return tensors
 
 

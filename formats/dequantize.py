@@ -59,7 +59,11 @@ def dequantize_checkpoint(
     """
     began = time.perf_counter()
     if dtype not in (None, *FLOAT_DTYPES):
-        raise InputError("dtype", f"expected one of {', '.join(FLOAT_DTYPES)}, found {dtype!r}")
+        raise InputError(
+            "dtype",
+            f"expected one of {', '.join(FLOAT_DTYPES)}, found {dtype!r}",
+            f"use {' or '.join(FLOAT_DTYPES)}",
+        )
     reader = CheckpointReader(source, as_floats=True)
     is_gguf = is_gguf_folder(reader.folder)
     if not reader.decoded and not is_gguf:

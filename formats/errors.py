@@ -3,13 +3,18 @@
 Every message names the object, says what was expected and what was found, and gives the remedy.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 # remedies that several modules give
 CHECK_ACCESS = "check that you may read it, and that the disk works"
-FETCH_AGAIN = "fetch it again"
+DOWNLOAD_AGAIN = "download it again"
+COPY_BLOCK = "copy quantization_config from the original checkpoint"
+QUANTIZE_FLOAT = "quantize the float model with `qserve quantize`"
+FREE_SPACE = "free space on the disk, and check its permissions"
+COPY_CONFIG = "copy config.json from the original model"
+DOWNLOAD_BOTH = "download the weights and config.json again, from the same checkpoint"
+QUANTIZE_AGAIN = "download the checkpoint again, or quantize the model again"
+ONE_SCHEME = "quantize them with one scheme"
 
 
 class InputError(ValueError):
@@ -39,15 +44,26 @@ def config_error(
     )
 
 
-@contextmanager
-def default_remedy(remedy: str) -> Iterator[None]:
-    """Context that adds a remedy to a CheckpointError without one."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.remedy:
-            raise
-        raise type(error)(error.subject, error.problem, remedy) from error
+def block_error(key: str, problem: str) -> CheckpointError:
+    """Return the error for a value of quantization_config that its tool never writes."""
+    return CheckpointError(key, problem, COPY_BLOCK)
+
+
+def unsupported_error(subject: str, problem: str) -> CheckpointError:
+    """Return the error for a quantized checkpoint of a kind that this project does not read."""
+    return CheckpointError(subject, problem, QUANTIZE_FLOAT)
+
+
+def tensor_error(name: str, problem: str) -> CheckpointError:
+    """Return the error for a stored tensor that contradicts config.json or its format."""
+    return CheckpointError(name, problem, DOWNLOAD_BOTH)
+
+
+def weight_error(name: str, problem: str) -> CheckpointError:
+    """Return the error for a weight's tensors, read from a file or made by a user's own code."""
+    return CheckpointError(
+        name, problem, "download the checkpoint again; your own tensors need this type and shape"
+    )
 
 
 class RangeError(CheckpointError):

@@ -15,7 +15,7 @@ from formats.architecture.float_linears import linear_shapes
 from formats.architecture.sizes import size
 from formats.codecs import mxfp4
 from formats.codecs.kv_cache import KV_SCALE_NAMES
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError
 from formats.families import family_of
 from formats.files.tensor_entry import ComputedEntry, TensorEntry
 from formats.layouts import (
@@ -25,7 +25,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
-from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 
 MXFP4 = Scheme.parse("w4a16-mxfp4")

@@ -19,14 +19,14 @@ from formats.codecs.layout_limits import (
     gptq_refuses,
     needs_multiples,
 )
-from formats.errors import CheckpointError, InputError, SchemeError, default_remedy
+from formats.errors import COPY_BLOCK, CheckpointError, InputError, SchemeError
 from formats.gguf import staged
 from formats.in_memory.dense import DenseWeight, is_dense
 from formats.in_memory.fp8 import FP8_DTYPE
 from formats.in_memory.weights import Weight, with_activation
 from formats.names import KV_CACHES
 from formats.other_tools import bitsandbytes, hqq, modelopt, quark, torchao
-from formats.quant_config import COPY_BLOCK, QuantConfig
+from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 
@@ -332,9 +332,9 @@ def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
     reason = layout.refuses(scheme)
     if reason is not None:
         able = [row.name for row in LAYOUTS.values() if row.refuses(scheme) is None]
-        remedy = f"formats that can: {', '.join(able)}" if able else "no format can"
+        remedy = f"write {' or '.join(able)}" if able else "use another scheme"
         if is_dense(scheme.weight):
-            remedy += "; quantize the float original"
+            remedy += "; or quantize the float model"
         raise SchemeError(
             subject or f"scheme {scheme}",
             f"cannot be written as {layout.name}: {layout.name} {reason}",
@@ -391,7 +391,7 @@ def check_shape_writable(
     raise SchemeError(
         module,
         f"cannot be written as {layout.name}: {reason}",
-        f"formats that can: {', '.join(able)}" if able else "leave it in float",
+        f"write {' or '.join(able)}" if able else "leave it in float",
     )
 
 
@@ -435,8 +435,7 @@ def decode_linear(module: str, tensors: dict[str, torch.Tensor], config: QuantCo
     scheme = config.scheme_for(module)
     if scheme is None:
         raise CheckpointError(module, why_no_scheme(module, config), COPY_BLOCK)
-    with default_remedy("fetch the file again, or quantize the model again"):
-        return layout_of(config).decode(tensors, scheme, config, module)
+    return layout_of(config).decode(tensors, scheme, config, module)
 
 
 def has_input_factors(module: str, entries: Collection[str]) -> bool:

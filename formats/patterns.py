@@ -91,7 +91,7 @@ class Regex:
         return run.steps
 
     def _refusal(self, problem: str) -> CheckpointError:
-        return CheckpointError(self.subject, problem, "fix the configuration")
+        return CheckpointError(self.subject, problem, "use plain names, or a simpler expression")
 
     def _check(self, items: list, depth: int) -> None:
         if depth > 40:

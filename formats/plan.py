@@ -312,7 +312,11 @@ def parse_override(text: str) -> tuple[str, Scheme]:
     """Parse "PATTERN=SCHEME", the value of a flag. Raises InputError."""
     pattern, equals, scheme = text.rpartition("=")
     if not equals or not pattern:
-        raise InputError(f"override {text!r}", "expected PATTERN=SCHEME")
+        raise InputError(
+            f"override {text!r}",
+            "is not PATTERN=SCHEME",
+            r"name the linears by an expression, such as '.*\.down_proj=w8a16-sym'",
+        )
     return pattern, BLOCK_SCHEMES.get(scheme) or Scheme.parse(scheme)
 
 

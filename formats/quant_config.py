@@ -11,7 +11,7 @@ from typing import Any
 from formats.checkpoint import read_json
 from formats.codecs import awq_config, compressed_config, fp8_config, gptq_config, mxfp4
 from formats.codecs.config_fields import BLOCK, EMBEDDING, ConfigFields
-from formats.errors import CheckpointError, InputError, default_remedy
+from formats.errors import COPY_BLOCK, CheckpointError, InputError
 from formats.gguf import config_block as gguf_block
 from formats.gguf import staged
 from formats.other_tools import (
@@ -27,8 +27,6 @@ from formats.rules import check_cost, first_match, split_schemes
 from formats.scheme import Scheme
 
 HEAD = "lm_head"
-# remedy for a block that contradicts the weights or is not valid
-COPY_BLOCK = f"copy {BLOCK} from the original checkpoint"
 METHODS = {
     "gptq": gptq_config,
     "awq": awq_config,
@@ -88,8 +86,7 @@ class QuantConfig(ConfigFields):
                 else f"expected one of {', '.join(known)}, found {method!r:.60}",
                 unread_methods.REMEDY,
             )
-        with default_remedy(COPY_BLOCK):
-            config = cls(method=method, **known[method].read(block))
+        config = cls(method=method, **known[method].read(block))
         check_cost(config.rules, BLOCK)
         return config
 
@@ -115,7 +112,11 @@ class QuantConfig(ConfigFields):
             schemes = {name: each and stored(each) for name, each in schemes.items()}
         main, others = split_schemes(schemes)
         if main is None:
-            raise CheckpointError("checkpoint", "none of its linears is quantized")
+            raise CheckpointError(
+                "checkpoint",
+                "none of its linears is quantized",
+                "leave fewer linears in float (`ignore`)",
+            )
         return cls(
             method=method,
             scheme=WRITTEN[method].stored(main),

@@ -13,7 +13,7 @@ from typing import Literal
 from formats.architecture.expert_names import other_names
 from formats.architecture.family import Family
 from formats.architecture.projection import Projection
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, block_error
 from formats.families import FAMILIES
 from formats.patterns import regex
 from formats.scheme import Scheme
@@ -74,7 +74,7 @@ def float_modules(names: object, key: str) -> tuple[Rule, ...]:
         or len(names) > MAX_NAMES
         or not all(isinstance(name, str) and name for name in names)
     ):
-        raise CheckpointError(key, "expected a list of names")
+        raise block_error(key, f"expected a list of names, found {names!r:.80}")
     return tuple(Rule(kind="parts", text=name, scheme=None) for name in names)
 
 

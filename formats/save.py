@@ -156,7 +156,11 @@ def _weights(
     """Return every linear in its in-memory form, checked against the model's shape."""
     if not isinstance(linears, Mapping) or not linears:
         found = "none" if isinstance(linears, Mapping) else type(linears).__name__
-        raise InputError("linears", f"expected one or more by name, in a mapping, found {found}")
+        raise InputError(
+            "linears",
+            f"expected one or more by name, in a mapping, found {found}",
+            "give a dict such as {'model.layers.0.mlp.up_proj': (codes, scales)}",
+        )
     if scheme is not None:
         Scheme.parse(scheme)  # raises on an unknown format before the linears are read
     linears = {
@@ -172,7 +176,11 @@ def _weights(
     weights = {}
     for name, value in linears.items():
         if not isinstance(name, str):
-            raise InputError("linears", f"expected names of linears as keys, found {name!r:.80}")
+            raise InputError(
+                "linears",
+                f"expected names of linears as keys, found {name!r:.80}",
+                "use the names of the model's linears, such as 'model.layers.0.mlp.up_proj'",
+            )
         if name == HEAD and says_tied(reader.config):
             raise InputError(
                 name,
@@ -194,6 +202,7 @@ def _weights(
                 name,
                 "expected a QuantLinear, a PackedWeight or (codes, scales, zeros), found"
                 f" {type(value).__name__}",
+                "give codes, or make a layer with QuantLinear.from_float",
             )
         weight.check(name)
         if scheme is not None:
@@ -259,7 +268,7 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
         raise InputError(
             name,
             f"has {list(found)} codes, the model's weight is {list(expected)}",
-            "codes are [outputs, inputs]",
+            "give codes as [outputs, inputs]",
         )
 
 
@@ -268,18 +277,31 @@ def _from_codes(
 ) -> PackedWeight:
     """Return the weight of (codes, scales, zeros). `shape`: that of the model's weight."""
     if len(value) not in (2, 3):
-        raise InputError(name, f"expected (codes, scales, zeros), found {len(value)} parts")
+        raise InputError(
+            name,
+            f"expected (codes, scales, zeros), found {len(value)} parts",
+            "give a tuple (codes, scales) or (codes, scales, zeros)",
+        )
     codes_NK, scales_NG, *zeros = value
     zeros_NG = zeros[0] if zeros else None
     if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
-        raise InputError(name, "expected codes [N, K] and scales [N, G]")
+        found = [None if part is None else list(part.shape) for part in (codes_NK, scales_NG)]
+        raise InputError(
+            name,
+            f"expected codes [N, K] and scales [N, G], found {found[0]} and {found[1]}",
+            "give 2-d tensors for both",
+        )
     _check_shape(name, tuple(codes_NK.shape), shape)
     if len(scales_NG) != len(codes_NK):
         found = f"expected [{len(codes_NK)}, groups], found {list(scales_NG.shape)}"
         raise InputError(f"{name} scales", found, f"codes are {list(codes_NK.shape)}")
     groups, in_features = scales_NG.shape[1], codes_NK.shape[1]
     if groups < 1 or in_features % groups:
-        raise InputError(name, f"its {in_features} inputs do not make {groups} equal groups")
+        raise InputError(
+            name,
+            f"its {in_features} inputs do not make {groups} equal groups",
+            "give scales [N, G] with a G that divides the inputs",
+        )
     if scheme is None:
         middle = 2 ** (bits - 1)
         symmetric = zeros_NG is None or bool((zeros_NG == middle).all())
@@ -338,10 +360,16 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         found = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            name, f"expected tensors or arrays of numbers: {one_line(error)}"
+            name,
+            f"expected tensors or arrays of numbers: {one_line(error)}",
+            "give torch tensors, or numpy arrays of numbers",
         ) from None
     if found.is_meta:
-        raise InputError(name, "its tensors are on the meta device, without numbers", "load them")
+        raise InputError(
+            name,
+            "its tensors are on the meta device, without numbers",
+            "load the model's weights first",
+        )
     # torch has few operations for unsigned types wider than 8 bits
     return found.long() if found.dtype in (torch.uint16, torch.uint32, torch.uint64) else found
 
@@ -351,7 +379,11 @@ def _other_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return replacements of the source's tensors: those given, and biases of QuantLinears."""
     if not isinstance(given, Mapping):
-        raise InputError("tensors", f"expected a mapping by name, found {type(given).__name__}")
+        raise InputError(
+            "tensors",
+            f"expected a mapping by name, found {type(given).__name__}",
+            "give a dict of tensors by name",
+        )
     found = dict(given)
     for name, value in linears.items():
         bias = getattr(value, "bias", None)
@@ -365,15 +397,27 @@ def _other_tensors(
         if name.removesuffix(".weight") in linears:
             raise InputError(name, "is given twice: as codes, and in tensors", "leave one out")
         if not isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__array__"):
-            raise InputError(name, f"expected a tensor, found {type(tensor).__name__}")
+            raise InputError(
+                name,
+                f"expected a tensor, found {type(tensor).__name__}",
+                "convert it with torch.as_tensor",
+            )
         tensor = _tensor(tensor, name)
         entry = reader.entries.get(name)
         if entry is None or tuple(tensor.shape) != entry.shape:
             wanted = "no such tensor" if entry is None else str(list(entry.shape))
-            raise InputError(name, f"found {list(tensor.shape)}, the model has {wanted}")
+            raise InputError(
+                name,
+                f"found {list(tensor.shape)}, the model has {wanted}",
+                "give a tensor of the model's name and shape",
+            )
         found[name] = tensor.detach().cpu().to(entry.dtype)
         if not torch.isfinite(found[name]).all():
-            raise InputError(name, f"contains NaN or infinity in the model's {entry.dtype}")
+            raise InputError(
+                name,
+                f"contains NaN or infinity in the model's {entry.dtype}",
+                "replace these values, or use a model in float32",
+            )
     return found
 
 

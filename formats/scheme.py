@@ -41,6 +41,7 @@ READ_K_TYPES = {"q2_k": (2, False, 16), "q3_k": (3, True, 16), "iq4_xs": (8, Tru
 BLOCK_TYPES = K_TYPES | READ_K_TYPES | MIN_TYPES
 # Group sizes of Marlin, the fast kernel of vLLM and SGLang, best first; it also takes CHANNEL.
 SERVED_GROUPS = (128, 64, 32)
+NAMED = "give a scheme by name, such as w4a16-sym"  # remedy
 NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not fit
 
 
@@ -74,28 +75,40 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
-            raise SchemeError("bits", f"expected 2 to 8, found {self.bits}")
+            raise SchemeError("bits", f"expected 2 to 8, found {self.bits}", NAMED)
         if self.group_size != CHANNEL and self.group_size < 1:
             raise SchemeError(
-                "group size", f"expected -1 or a positive number, found {self.group_size}"
+                "group size", f"expected -1 or a positive number, found {self.group_size}", NAMED
             )
         if self.type == "float" and (self.bits, self.symmetric) != (8, True):
-            raise SchemeError("float weights", "expected 8 bits, symmetric")
+            raise SchemeError(
+                "float weights",
+                f"expected 8 bits, symmetric, found {self.bits}, symmetric {self.symmetric}",
+                NAMED,
+            )
         if self.type in FP4_TYPES and (self.bits, self.symmetric, self.group_size) != (
             *(4, True),
             FP4_TYPES[self.type],
         ):
             raise SchemeError(
-                f"{self.type} weights", f"expected 4 bits in groups of {FP4_TYPES[self.type]}"
+                f"{self.type} weights",
+                f"expected 4 bits in groups of {FP4_TYPES[self.type]}, found {self.bits} bits in"
+                " groups"
+                f" of {self.group_size}",
+                NAMED,
             )
         if self.type in BLOCK_TYPES and (self.bits, self.symmetric, self.group_size) != (
             *BLOCK_TYPES[self.type][:2],
             block_length(self.type),
         ):
             length = block_length(self.type)
-            raise SchemeError(f"{self.type} weights", f"expected blocks of {length} inputs")
+            raise SchemeError(
+                f"{self.type} weights",
+                f"expected blocks of {length} inputs, found {self.group_size}",
+                NAMED,
+            )
         if self.type != "float" and self.rows != 1:
-            raise SchemeError("rows", f"integer codes have a scale for each row, not {self.rows}")
+            raise SchemeError("rows", f"expected 1 for integer codes, found {self.rows}", NAMED)
 
     @property
     def max_code(self) -> int:
@@ -123,7 +136,9 @@ class QuantSpec:
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
         """Raise SchemeError, naming the layer, if groups do not divide a weight of this shape."""
         if out_features < 1 or in_features < 1:
-            raise SchemeError(name, f"is empty: [{out_features}, {in_features}]")
+            raise SchemeError(
+                name, f"is empty: [{out_features}, {in_features}]", "leave it in float"
+            )
         length = self.group_length(in_features)
         if in_features % length and self.type != "float" and self.type not in DENSE_TYPES:
             raise SchemeError(
@@ -168,12 +183,14 @@ def groups_that_fit(in_features: int) -> str:
     return text
 
 
-def checked_group_size(value: object, name: str = "group size") -> int:
-    """Check a group size from a user or a config. Raises SchemeError."""
+def checked_group_size(
+    value: object, name: str = "group size", remedy: str = "give a multiple of 8, such as 128"
+) -> int:
+    """Check a group size from a user or a config. Raises SchemeError, with `remedy`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise SchemeError(name, f"expected a number, found {value!r}")
+        raise SchemeError(name, f"expected a number, found {value!r}", remedy)
     if value != CHANNEL and (value < 8 or value % 8 or value > 2**20):
-        raise SchemeError(name, f"expected -1 or a multiple of 8, found {value}")
+        raise SchemeError(name, f"expected -1 or a multiple of 8, found {value}", remedy)
     return value
 
 
@@ -221,7 +238,7 @@ class Scheme:
         if isinstance(text, Scheme):
             return text
         if not isinstance(text, str):
-            raise SchemeError("scheme", f"expected a name such as w4a16-sym, found {text!r:.80}")
+            raise SchemeError("scheme", f"expected a name, found {text!r:.80}", NAMED)
         name, suffix = re.fullmatch(r"(.*?)(-g\d{1,9}|-channel)?", text, re.DOTALL).groups()
         name = SCHEME_ALIASES.get(name, name)
         if text in MICROSCALED:
@@ -276,7 +293,7 @@ class Scheme:
             raise SchemeError(
                 name,
                 f"its {in_features} inputs do not make {num_groups} equal groups",
-                "scales are [outputs, groups]",
+                "give scales as [outputs, groups]",
             )
         size = CHANNEL if num_groups == 1 else in_features // num_groups
         return replace(scheme, weight=replace(spec, group_size=checked_group_size(size, name)))

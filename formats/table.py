@@ -55,5 +55,5 @@ def parse_size(text: str) -> int:
     """Parse bytes from "500MB", "2GB", "1GiB" or "1000". Raises InputError."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS or not float(found[1]):
-        raise InputError(f"size {text!r}", "expected a number of bytes such as 500MB or 2GB")
+        raise InputError(f"size {text!r}", "is not a number of bytes", "write it as 500MB or 2GB")
     return int(float(found[1]) * UNITS[found[2].upper()])

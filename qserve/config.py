@@ -267,8 +267,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         if self.kv_transfer is not None and not self.enable_prefix_caching:
             raise InputError(
                 "--kv-transfer-config",
-                "requires the prefix cache, whose pages it exchanges; remove "
-                "--no-enable-prefix-caching",
+                "requires the prefix cache, whose pages it exchanges",
+                "remove --no-enable-prefix-caching",
             )
         self.check_engines()
         if self.prefill_engines and self.kv_transfer is not None:
@@ -290,6 +290,7 @@ class EngineConfig(HubSettings, ParallelSettings):
             raise InputError(
                 "--max-cpu-loras",
                 f"expected at least --max-loras ({self.max_loras}), found {self.max_cpu_loras}",
+                "raise it, or lower --max-loras",
             )
 
     @property
@@ -319,7 +320,9 @@ class EngineConfig(HubSettings, ParallelSettings):
         if self.quantization is not None:
             return OnlineQuantization.parse(self.quantization, self.quantization_config)
         if self.quantization_config is not None:
-            raise InputError("--quantization-config", "requires --quantization", "add it")
+            raise InputError(
+                "--quantization-config", "requires --quantization", "add --quantization online"
+            )
         return None
 
     @property
@@ -332,12 +335,15 @@ class EngineConfig(HubSettings, ParallelSettings):
                 raise InputError(
                     "--kernel",
                     f"expected OP=NAME with one of {', '.join(KERNEL_OPERATIONS)}, found {each!r}",
+                    f"for example --kernel {KERNEL_OPERATIONS[0]}=NAME",
                 )
             found[operation] = ",".join(filter(None, (found.get(operation), name)))
         if self.batch_invariant:
             if found:
                 raise InputError(
-                    "--kernel", "does not work with --batch-invariant, which selects the kernels"
+                    "--kernel",
+                    "does not work with --batch-invariant, which selects the kernels",
+                    "use one of the two flags",
                 )
             found = dict.fromkeys(FIXED_ORDER_OPERATIONS, FIXED_ORDER)
         return found

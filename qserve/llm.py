@@ -123,11 +123,17 @@ class LLM(LLMControl, EngineOwner):
             params = [sampling_params or self.get_default_sampling_params()] * len(batch)
         if len(params) != len(batch):
             raise InputError(
-                "sampling_params", f"expected one or {len(batch)}, found {len(params)}"
+                "sampling_params",
+                f"expected one or {len(batch)}, found {len(params)}",
+                "give one object for all prompts, or a list with one for each",
             )
         priorities = [0] * len(batch) if priority is None else list(priority)
         if len(priorities) != len(batch):
-            raise InputError("priority", f"expected {len(batch)}, found {len(priorities)}")
+            raise InputError(
+                "priority",
+                f"expected {len(batch)}, found {len(priorities)}",
+                "give one number for each prompt",
+            )
         loras = _each(lora_request, len(batch))
         for each in params:
             if not isinstance(each, SamplingParams):
@@ -360,7 +366,11 @@ class LLM(LLMControl, EngineOwner):
         if not isinstance(params, Sequence):
             params = [params or PoolingParams()] * len(batch)
         if len(params) != len(batch):
-            raise InputError("pooling_params", f"expected one or {len(batch)}, found {len(params)}")
+            raise InputError(
+                "pooling_params",
+                f"expected one or {len(batch)}, found {len(params)}",
+                "give one object for all prompts, or a list with one for each",
+            )
         params = [replace(each, kind=each.kind or kind) for each in params]
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
@@ -416,5 +426,9 @@ def _each(
     if not isinstance(lora_request, Sequence):
         return [lora_request] * count
     if len(lora_request) != count:
-        raise InputError("lora_request", f"expected one or {count}, found {len(lora_request)}")
+        raise InputError(
+            "lora_request",
+            f"expected one or {count}, found {len(lora_request)}",
+            "give one adapter for all prompts, or a list with one for each",
+        )
     return lora_request

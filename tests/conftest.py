@@ -245,7 +245,7 @@ def tiny_model(made_once):
 
 @pytest.fixture(scope="session")
 def own_code(made_once):
-    """Name of a tiny model that transformers has no class of -> its folder, made once."""
+    """Name of a tiny model without a class in transformers -> its folder, made once."""
     from tests.own_code.models import TINY_MODELS, VARIANTS, write
 
     models = {**TINY_MODELS, **VARIANTS}

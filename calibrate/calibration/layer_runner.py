@@ -39,7 +39,7 @@ from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, InputError, one_line
+from formats.errors import COPY_CONFIG, DOWNLOAD_BOTH, CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 from formats.numerics.sinusoids import sinusoids
 
@@ -209,14 +209,14 @@ class LayerRunner:
             raise CheckpointError(
                 f"{self.layer_map.prefix(layer)}.{missing[0]}",
                 "is missing, but transformers' layer has it",
-                "the checkpoint is incomplete, or config.json belongs to another model",
+                DOWNLOAD_BOTH,
             )
         for name, own in wanted.items():
             if state[own].shape != built[name].shape:
                 raise CheckpointError(
                     f"{self.layer_map.prefix(layer)}.{own}",
                     f"config.json states {list(built[name].shape)}, found {list(state[own].shape)}",
-                    "fix config.json",
+                    COPY_CONFIG,
                 )
         given = {
             name: state[own].to(self.device, self.dtype if state[own].is_floating_point() else None)
@@ -285,7 +285,7 @@ class LayerRunner:
             raise CheckpointError(
                 "config.json",
                 f"transformers cannot build a layer from it: {type(error).__name__} {error}",
-                "fix config.json, or use `recipe` rtn, which runs no layers",
+                f"{COPY_CONFIG}, or use `recipe` rtn, which runs no layers",
             ) from None
 
     def run(

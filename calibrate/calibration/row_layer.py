@@ -1,4 +1,4 @@
-"""Decoder layer built from a family's row, for families that transformers has no class of.
+"""Decoder layer built from a family's row, for families without a class in transformers.
 
 It takes the arguments of transformers' layers. Modules have the names of the row, so checkpoints
 load as they are and every matrix is a linear that can have hooks.

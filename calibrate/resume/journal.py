@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from calibrate.layer import FinishedLayer
 from calibrate.results.report import LinearReport
 from formats.checkpoint import read_json
-from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.errors import FREE_SPACE, CheckpointError, DiskError, InputError, one_line
 from formats.files import staging
 from formats.files.channel_factors import ChannelFactors
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
@@ -89,7 +89,7 @@ class Journal:
         except OSError as error:
             self.remove()
             raise DiskError(
-                str(self.folder), f"cannot be created: {error.strerror}", "is the disk full?"
+                str(self.folder), f"cannot be created: {error.strerror}", FREE_SPACE
             ) from None
 
     def __enter__(self) -> "Journal":
@@ -141,7 +141,7 @@ class Journal:
             staging.release(self.folder)
         except (SafetensorError, OSError) as error:
             raise DiskError(
-                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
+                str(self.folder), f"cannot be written: {one_line(error)}", FREE_SPACE
             ) from None
 
     def read(self, layer: int, device: str, source: str) -> FinishedLayer | None:

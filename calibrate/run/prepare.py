@@ -105,7 +105,7 @@ def prepare(settings: RunSettings, clock: Clock) -> Run:
     find_side_files(model.folder)  # raises now, not after the work
     recipe = _recipe(settings, model)
     if settings.kv_per_head and settings.kv_cache is None:
-        raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
+        raise InputError("`kv_per_head`", "requires `kv_cache`", "set it to int8 or fp8")
     if settings.kv_cache is not None:
         model.check_keys_are_kept()
     head_and_embedding = HeadAndEmbedding.of(

@@ -56,6 +56,7 @@ def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
         raise CheckpointError(
             f"config.json layer_types[{layer}]",
             f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
+            "copy config.json from the float model",
         )
     state, attention, dense, experts = (kind == each for each in kinds_known)
     return Blocks(state=state, attention=attention, dense=dense, experts=experts)
@@ -188,8 +189,10 @@ class BlockIndexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """Position embeddings that are added to tokens', in a table with `offset` rows before position
-    0: learned, or sinusoids (numerics/sinusoids.py).
+    """Position embeddings, which are added to token embeddings.
+
+    They are learned, or sinusoids (numerics/sinusoids.py). The table has `offset` rows before
+    position 0.
     """
 
     name: str = ""  # name of the table; empty: sinusoids, which no file holds

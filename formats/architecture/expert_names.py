@@ -34,7 +34,7 @@ class ExpertNames(NamedTuple):
 
 def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Map names in the file to names of the family's row; empty if they are the same."""
-    experts = experts_apart(config)
+    experts = separate_experts(config)
     # no tool renames experts without a gate, or experts that are directly below the layer
     if experts is None or not (experts.gated and experts.module):
         return {}
@@ -79,14 +79,14 @@ def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[
     `names` are tensor names as `canonical_names` returns them.
     """
     family, count = family_of(config), num_experts(config)
-    experts = experts_apart(config)
+    experts = separate_experts(config)
     layers = config.get("num_hidden_layers")
     if experts is None or not count or type(layers) is not int:
         return None
     modules = {name.rpartition(".")[0] for name in names}
     for layer in range(min(layers, 10_000)):
         prefix = family.layer.format(i=layer)
-        if not experts.stand_in(layer, config):
+        if not experts.is_in(layer, config):
             continue
         for number in (0, count - 1):
             for projection in (experts.gate_up, experts.down):
@@ -104,7 +104,7 @@ def describe_found(prefix: str, names: Collection[str]) -> str:
     return ", ".join(list(shapes)[:6]) or "no tensors of experts"
 
 
-def experts_apart(config: Mapping[str, Any]) -> Experts | None:
+def separate_experts(config: Mapping[str, Any]) -> Experts | None:
     """Return the experts of a family that stores one linear per expert, else None."""
     family = family_of(config)
     experts = None if family is None else family.variant(config).experts

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
+from formats.architecture.expert_names import LEAVES, MODULES, STACKED, separate_experts
 from formats.architecture.experts import Experts
 from formats.architecture.family import EITHER_ORDER
 from formats.architecture.projection import Projection
@@ -65,8 +65,8 @@ CODES = {
 SCALES = "_scale_inv"  # what follows the name of a stack with blocks of float8
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REMEDY = (
-    "write the linears of each expert apart (experts.0.gate_proj.weight), or quantize the float"
-    " original"
+    "store the linears of each expert separately (experts.0.gate_proj.weight), or quantize the"
+    " float model"
 )
 _STACK = re.compile(
     rf"(?P<stem>.*\.layers\.\d{{1,9}}(?:\.(?:{'|'.join(MODULES)}))?\.experts)"
@@ -81,7 +81,7 @@ def split_experts(
 
     Raises CheckpointError for stacks that are not supported.
     """
-    experts = experts_apart(config)
+    experts = separate_experts(config)
     if experts is None:
         return entries
     if not experts.stacks:
@@ -119,7 +119,7 @@ def coded_stacks(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, torch.dtype]:
     """Return the dtype of the codes of each supported stack, by the stack's name."""
-    if experts_apart(config) is None:
+    if separate_experts(config) is None:
         return {}
     return {
         f"{match['stem']}.{match['stack']}": entry.dtype

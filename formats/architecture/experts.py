@@ -124,7 +124,7 @@ class Experts:
         """
         return config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
 
-    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+    def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has experts. Raises CheckpointError for values of other types."""
         if layer in layer_numbers(config, self.dense_layers_key):
             return False

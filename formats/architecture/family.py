@@ -172,10 +172,10 @@ class Family(FamilyFields):
         if self.state_mixer is not None and self.state_mixer.alone:
             return Blocks(attention=False, state=True)
         has_experts = self.experts is not None and (
-            layer is None or self.experts.stand_in(layer, config)
+            layer is None or self.experts.is_in(layer, config)
         )
         return Blocks(
-            attention=not has_state or self.state_mixer.beside_attention,
+            attention=not has_state or self.state_mixer.parallel_to_attention,
             state=has_state,
             dense=not has_experts or self.experts.with_dense,
             experts=has_experts,

@@ -56,7 +56,7 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
     experts = family.experts
     if experts is not None:
         for i in layers:
-            if experts.stand_in(i, config):
+            if experts.is_in(i, config):
                 found |= {f"{prefixes[i]}.{n}": why for n, why in of_routing(experts).items()}
     return found
 

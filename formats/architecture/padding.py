@@ -87,7 +87,11 @@ def make_padding(
             continue
         if not isinstance(before, int) or shape[widened.dim] != widened.parts * before:
             found = shape[widened.dim] // widened.parts
-            raise CheckpointError(name, f"has {found} features, config.json's {key} is {before!r}")
+            raise CheckpointError(
+                name,
+                f"has {found} features, config.json's {key} is {before!r}",
+                "copy config.json from the same checkpoint as the weights",
+            )
     if not isinstance(before, int) or not any(_widened(name) is not None for name in shapes):
         raise CheckpointError(
             f"config.json {key}", "states no width for `pad` to enlarge", "quantize without `pad`"

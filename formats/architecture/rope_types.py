@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from formats.errors import InputError
+from formats.errors import COPY_CONFIG, InputError
 
 
 class RopeType(NamedTuple):
@@ -44,7 +44,7 @@ def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bo
         raise InputError(
             "config.json mrope_section",
             f"expected three numbers that add up to {num_pairs}, found {list(sections)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     if not is_interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
@@ -66,7 +66,7 @@ def axes_with_frames_last(sections: Sequence[int], num_pairs: int) -> list[int]:
             "config.json mrope_section",
             f"expected three numbers of sum {num_pairs}, the first two equal, found"
             f" {list(sections)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     return [1, 2] * sections[0] + [0] * sections[2]
 
@@ -81,7 +81,7 @@ def axes_of_halves(sections: Sequence[int], num_pairs: int) -> tuple[list[int], 
         raise InputError(
             "config.json mrope_section",
             f"expected at least three numbers that add up to {num_pairs}, found {list(sections)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     axes = [axis for axis, count in enumerate(sections) for _ in range(2 * count)]
     return axes[:num_pairs], axes[num_pairs:]

@@ -377,7 +377,10 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
 
 
 def _output_window(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window of the output, and no others. Raises CheckpointError."""
+    """Return the attention window of output tokens, instead of windows of layers.
+
+    Raises CheckpointError.
+    """
     if architecture_of(config) not in WITH_OUTPUT_WINDOW:
         return {}
     window = text.get(_WINDOW, config.get(_WINDOW, 128))
@@ -390,7 +393,7 @@ def _output_window(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[s
 
 
 def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:
-    """Return the default of head_dim if the model with the same layers has a different default."""
+    """Return head_dim of GLM's vision models: their default differs from the text models'."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")
     return {"head_dim": hidden // heads} if is_glm and is_size(hidden) and is_size(heads) else {}

@@ -38,7 +38,7 @@ def check_variant(family: Family, config: Mapping[str, Any]) -> None:
 
 
 def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
-    """Return the value of a key; dots in the key lead into parts of config.json."""
+    """Return the value of a key; a dotted key names a nested value."""
     *parts, leaf = key.split(".")
     for part in parts:
         config = config.get(part)

@@ -6,7 +6,7 @@ groups.
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import tensor_error, unsupported_error
 from formats.in_memory.packed import PackedWeight
 from formats.numerics.bits import pack, unpack
 from formats.scheme import QuantSpec
@@ -34,14 +34,14 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
     if not spec.symmetric and "qzeros" not in tensors:
         missing.append("qzeros")
     if missing:
-        raise CheckpointError(name, f"tensors missing: {', '.join(missing)}")
+        raise tensor_error(name, f"tensors missing: {', '.join(missing)}")
     if spec.bits != BITS:
-        raise CheckpointError(name, f"expected 4 bits in AWQ, found {spec.bits}")
+        raise unsupported_error(name, f"expected 4 bits in AWQ, found {spec.bits}")
     qweight, scales_GN = tensors["qweight"], tensors["scales"]
     for field in ("qweight", "qzeros"):
         tensor = tensors.get(field)
         if tensor is not None and (tensor.dtype != torch.int32 or tensor.ndim != 2):
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected a 2-d int32 tensor, found {tensor.dtype} {list(tensor.shape)}",
             )
@@ -51,7 +51,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
     shapes = {"scales": (num_groups, out_features), "qzeros": (num_groups, qweight.shape[1])}
     for field, shape in shapes.items():
         if field in tensors and tensors[field].shape != shape:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected {list(shape)} in groups of {spec.group_size},"
                 f" found {list(tensors[field].shape)}",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK, ConfigFields
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error, unsupported_error
 from formats.rules import Rule
 from formats.scheme import QuantSpec, Scheme, checked_group_size
 
@@ -26,28 +26,26 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a QuantConfig. Raises CheckpointError, naming the key."""
     bits = block.get("bits", block.get("w_bit"))
     if bits != 4 or isinstance(bits, bool | float):
-        raise CheckpointError(f"{BLOCK}.bits", f"expected 4, found {bits!r}")
+        raise unsupported_error(f"{BLOCK}.bits", f"expected 4, found {bits!r}")
     group_size = block.get("group_size", block.get("q_group_size"))
     zero_point = block.get("zero_point")
     if not isinstance(zero_point, bool):
-        raise CheckpointError(
-            f"{BLOCK}.zero_point", f"expected true or false, found {zero_point!r}"
-        )
+        raise block_error(f"{BLOCK}.zero_point", f"expected true or false, found {zero_point!r}")
     version = str(block.get("version", "gemm")).lower()
     if version not in LAYOUTS:
-        raise CheckpointError(
-            f"{BLOCK}.version",
-            f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}",
-            "AWQ's other layouts are not supported",
+        raise unsupported_error(
+            f"{BLOCK}.version", f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}"
         )
     spec = QuantSpec(
         bits=4,
         symmetric=not zero_point,
-        group_size=checked_group_size(group_size, f"{BLOCK}.group_size: group size"),
+        group_size=checked_group_size(group_size, f"{BLOCK}.group_size: group size", COPY_BLOCK),
     )
     skipped = block.get("modules_to_not_convert") or []
     if not isinstance(skipped, list) or not all(isinstance(s, str) and s for s in skipped):
-        raise CheckpointError(f"{BLOCK}.modules_to_not_convert", "expected a list of names")
+        raise block_error(
+            f"{BLOCK}.modules_to_not_convert", f"expected a list of names, found {skipped!r:.80}"
+        )
     return {
         "scheme": Scheme(weight=spec),
         "rules": tuple(Rule(kind="contains", text=name, scheme=None) for name in skipped),

@@ -7,7 +7,7 @@ outputs, K inputs, G groups, P groups with padding.
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import tensor_error
 from formats.in_memory.packed import PackedWeight
 from formats.numerics.bits import unpack
 from formats.scheme import QuantSpec
@@ -19,11 +19,11 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
     """Decode one linear's tensors. Raises CheckpointError."""
     missing = [field for field in REQUIRED if field not in tensors]
     if missing:
-        raise CheckpointError(name, f"tensors missing: {', '.join(missing)}")
+        raise tensor_error(name, f"tensors missing: {', '.join(missing)}")
     qweight_NW, qzeros, scales = (tensors[field] for field in REQUIRED)
     for field, tensor in (("qweight", qweight_NW), ("qzeros", qzeros)):
         if tensor.dtype != torch.int32 or tensor.ndim != 2:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected a 2-d int32 tensor, found {tensor.dtype} {list(tensor.shape)}",
             )
@@ -36,7 +36,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
         or scales.shape != (out_features, padded)
         or padded < num_groups
     ):
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected qzeros [{out_features}, P / 8] and scales [{out_features}, P] with P at"
             f" least {num_groups}, found {list(qzeros.shape)} and {list(scales.shape)}",

@@ -17,7 +17,7 @@ from formats.codecs.compressed_tensors import (
 from formats.codecs.config_fields import BLOCK, EMBEDDING, ConfigFields
 from formats.codecs.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.codecs.microscaling import MXFP6
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error, unsupported_error
 from formats.rules import MAX_RULES, Rule, exact_patterns
 from formats.scheme import (
     ALL,
@@ -81,7 +81,10 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     if not groups and kv_cache is not None:
         return {"scheme": None, "rules": (), "kv_cache": kv_cache, "kv_per_head": per_head}
     if not isinstance(groups, dict) or not groups:
-        raise CheckpointError(f"{BLOCK}.config_groups", "expected an object with a group or more")
+        raise block_error(
+            f"{BLOCK}.config_groups",
+            f"expected an object with a group or more, found {groups!r:.80}",
+        )
     ignored = [_target(text, None) for text in _names(block.get("ignore"), f"{BLOCK}.ignore")]
     named: list[Rule] = []
     of_class: list[Scheme] = []
@@ -89,14 +92,14 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     for key, group in groups.items():
         where = f"{BLOCK}.config_groups.{key}"
         if not isinstance(group, dict):
-            raise CheckpointError(where, f"expected an object, found {type(group).__name__}")
+            raise block_error(where, f"expected an object, found {type(group).__name__}")
         _check_layout(group.get("format"), f"{where}.format")
         if _is_of_attention(group):  # kv_cache_scheme repeats what the group says
             continue
         if group.get("output_activations") is not None:
-            raise CheckpointError(f"{where}.output_activations", "is not supported")
+            raise unsupported_error(f"{where}.output_activations", "is not supported")
         if group.get("weights") is None:
-            raise CheckpointError(f"{where}.weights", "missing")
+            raise block_error(f"{where}.weights", "missing")
         weight = _weight(group["weights"], f"{where}.weights")
         _check_fp4(group.get("format") or block.get("format"), weight, where)
         inputs, at = group.get("input_activations"), f"{where}.input_activations"
@@ -118,7 +121,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         rules = (*rules, Rule(kind="all", scheme=None))
     main = of_class[0] if of_class else named[0].scheme if named else None
     if main is None:
-        raise CheckpointError(f"{BLOCK}.config_groups", "has no targets")
+        raise block_error(f"{BLOCK}.config_groups", "has no targets")
     return {
         "scheme": main,
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
@@ -240,23 +243,27 @@ def _activation_keys(spec: ActivationSpec | None) -> dict[str, Any] | None:
 def _weight(args: Any, where: str) -> QuantSpec:
     bits, kind, symmetric = _common(args, where)
     if args.get("dynamic"):
-        raise CheckpointError(f"{where}.dynamic", "expected false: scales of weights are static")
+        raise block_error(f"{where}.dynamic", "expected false: scales of weights are static")
     if _actorder(args) not in (*IN_ORDER, *REORDERED):
-        raise CheckpointError(f"{where}.actorder", f"unknown: {args['actorder']!r}")
+        raise unsupported_error(f"{where}.actorder", f"unknown: {args['actorder']!r}")
     fp4 = _fp4_type(args, bits, kind, symmetric)
     if fp4 is not None:
         return QuantSpec(bits=4, symmetric=True, group_size=FP4_TYPES[fp4], type=fp4)
     if (bits, kind, symmetric, args.get("group_size")) == (6, "float", True, MXFP6.group_size):
         return MXFP6
     if kind == "float" and (bits, symmetric) != (8, True):
-        raise CheckpointError(f"{where}.num_bits", f"expected 8 symmetric float bits, found {bits}")
+        raise unsupported_error(
+            f"{where}.num_bits", f"expected 8 symmetric float bits, found {bits}"
+        )
     if kind == "int" and bits not in PACKED_BITS:
-        raise CheckpointError(f"{where}.num_bits", f"expected 2 to 8, found {bits!r}")
+        raise unsupported_error(f"{where}.num_bits", f"expected 2 to 8, found {bits!r}")
     strategy, rows, group_size = args.get("strategy"), 1, CHANNEL
     if strategy is None:
         strategy = "tensor" if args.get("group_size") is None else "group"
     if strategy == "group":
-        group_size = checked_group_size(args.get("group_size"), f"{where}.group_size: group size")
+        group_size = checked_group_size(
+            args.get("group_size"), f"{where}.group_size: group size", COPY_BLOCK
+        )
     elif strategy == "tensor":
         rows = ALL if kind == "float" else 1  # for integer codes, the scale is repeated per row
     elif strategy == "block":
@@ -269,12 +276,12 @@ def _weight(args: Any, where: str) -> QuantSpec:
             or len(block) != 2
             or not all(type(part) is int and 8 <= part <= 2**20 for part in block)
         ):
-            raise CheckpointError(
+            raise block_error(
                 f"{where}.block_structure", f"expected [128, 128] of float weights, found {block!r}"
             )
         rows, group_size = block
     elif strategy != "channel":
-        raise CheckpointError(f"{where}.strategy", f"not supported: {strategy!r}")
+        raise unsupported_error(f"{where}.strategy", f"not supported: {strategy!r}")
     return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size, rows=rows, type=kind)
 
 
@@ -311,7 +318,7 @@ def _check_fp4(layout: Any, weight: QuantSpec, where: str) -> None:
     """Raise CheckpointError if a layout of 4-bit floating point contains other weights."""
     if layout in FP4_LAYOUTS.values() and FP4_LAYOUTS.get(weight.type) != layout:
         found = Scheme(weight=weight)
-        raise CheckpointError(f"{where}.format", f"is {layout}, but its weights are {found}")
+        raise block_error(f"{where}.format", f"is {layout}, but its weights are {found}")
 
 
 def _activation(args: Any, where: str) -> ActivationSpec | None:
@@ -319,7 +326,7 @@ def _activation(args: Any, where: str) -> ActivationSpec | None:
         return None
     bits, kind, symmetric = _common(args, where)
     if not symmetric or (bits != 8 and (bits, kind) != (4, "int")):
-        raise CheckpointError(
+        raise unsupported_error(
             where,
             "expected 8 symmetric bits, or 4 of integers,"
             f" found {bits} bits, symmetric {symmetric}",
@@ -327,11 +334,13 @@ def _activation(args: Any, where: str) -> ActivationSpec | None:
     dynamic = args.get("dynamic", False)
     strategy = args.get("strategy") or ("token" if dynamic else "tensor")
     if not isinstance(dynamic, bool) or strategy not in ("token", "tensor", "group"):
-        raise CheckpointError(where, f"not supported: {strategy!r}, dynamic {dynamic!r}")
+        raise unsupported_error(where, f"not supported: {strategy!r}, dynamic {dynamic!r}")
     if not dynamic and strategy != "tensor":
-        raise CheckpointError(where, f"static scales per {strategy} are not supported")
+        raise unsupported_error(where, f"static scales per {strategy} are not supported")
     if strategy == "group":
-        group_size = checked_group_size(args.get("group_size"), f"{where}.group_size: group size")
+        group_size = checked_group_size(
+            args.get("group_size"), f"{where}.group_size: group size", COPY_BLOCK
+        )
         return ActivationSpec(
             bits=bits, type=kind, dynamic=True, per="group", group_size=group_size
         )
@@ -340,14 +349,14 @@ def _activation(args: Any, where: str) -> ActivationSpec | None:
 
 def _common(args: Any, where: str) -> tuple[int, str, bool]:
     if not isinstance(args, dict):
-        raise CheckpointError(where, f"expected an object, found {args!r}")
+        raise block_error(where, f"expected an object, found {args!r}")
     bits, kind, symmetric = args.get("num_bits", 8), args.get("type", "int"), args.get("symmetric")
     if type(bits) is not int or not 1 <= bits <= 8:
-        raise CheckpointError(f"{where}.num_bits", f"expected 1 to 8, found {bits!r}")
+        raise block_error(f"{where}.num_bits", f"expected 1 to 8, found {bits!r}")
     if kind not in ("int", "float"):
-        raise CheckpointError(f"{where}.type", f"expected 'int' or 'float', found {kind!r}")
+        raise block_error(f"{where}.type", f"expected 'int' or 'float', found {kind!r}")
     if not isinstance(symmetric, bool | None):
-        raise CheckpointError(f"{where}.symmetric", f"expected true or false, found {symmetric!r}")
+        raise block_error(f"{where}.symmetric", f"expected true or false, found {symmetric!r}")
     return bits, kind, symmetric is not False
 
 
@@ -374,13 +383,13 @@ def _names(value: Any, where: str) -> list[str]:
         or len(value) > MAX_RULES
         or not all(isinstance(name, str) for name in value)
     ):
-        raise CheckpointError(where, "expected a list of names and patterns")
+        raise block_error(where, f"expected a list of names and patterns, found {value!r:.80}")
     return value
 
 
 def _check_layout(layout: Any, where: str) -> None:
     if layout is not None and layout not in KNOWN_LAYOUTS:
-        raise CheckpointError(
+        raise unsupported_error(
             where, f"expected one of {', '.join(KNOWN_LAYOUTS)}, found {layout!r}"
         )
 
@@ -394,11 +403,11 @@ def _check_transforms(config: Any, where: str) -> None:
         return
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
-        raise CheckpointError(where, f"expected an object with config_groups, found {config!r:.80}")
+        raise block_error(where, f"expected an object with config_groups, found {config!r:.80}")
     for name, group in groups.items():
         applied = group.get("apply") if isinstance(group, dict) else None
         if not isinstance(applied, list) or not all(isinstance(each, dict) for each in applied):
-            raise CheckpointError(
+            raise block_error(
                 f"{where}.config_groups.{name}.apply",
                 f"expected a list of objects, found {applied!r:.80}",
             )

@@ -11,7 +11,7 @@ import torch
 
 from formats.codecs.group_order import order_of_groups
 from formats.codecs.microscaling import MXFP6, decode_mxfp6, decode_mxfp8, exponents_of
-from formats.errors import CheckpointError
+from formats.errors import tensor_error
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.in_memory.packed import PackedWeight
@@ -75,7 +75,7 @@ def encode(weight: Weight, name: str = "weight") -> dict[str, torch.Tensor]:
 def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight") -> Weight:
     """Decode one linear's tensors. Raises CheckpointError, with `name`, on a mismatch."""
     if "weight_scale" not in tensors:
-        raise CheckpointError(f"{name}.weight_scale", "is missing")
+        raise tensor_error(f"{name}.weight_scale", "is missing")
     if is_fp4(scheme.weight):
         weight = _decode_fp4(tensors, scheme, name)
     elif "weight_packed" in tensors and tensors["weight_packed"].dtype == torch.uint8:
@@ -83,13 +83,13 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
     elif "weight_packed" in tensors:
         weight = _decode_packed(tensors, scheme, name)
     elif "weight" not in tensors:
-        raise CheckpointError(name, "has neither weight_packed nor weight")
+        raise tensor_error(name, "has neither weight_packed nor weight")
     elif tensors["weight"].dtype == torch.int8:
         weight = _decode_int8(tensors, scheme, name)
     elif tensors["weight"].dtype == FP8_DTYPE:
         weight = _decode_float(tensors, scheme, name)
     else:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight",
             f"expected int8 or float8_e4m3fn with a weight_scale, found {tensors['weight'].dtype}",
         )
@@ -103,16 +103,16 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
 
 def _decode_fp6(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> PackedWeight:
     if scheme.weight != MXFP6:
-        raise CheckpointError(f"{name}.weight_packed", f"found uint8 for {scheme}")
+        raise tensor_error(f"{name}.weight_packed", f"found uint8 for {scheme}")
     return decode_mxfp6(tensors["weight_packed"], tensors["weight_scale"], name)
 
 
 def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> PackedWeight:
     spec, words = scheme.weight, tensors["weight_packed"]
     if spec.type != "int" or spec.bits not in PACKED_BITS:
-        raise CheckpointError(name, f"pack-quantized has 2 to 8 integer bits, found {scheme}")
+        raise tensor_error(name, f"pack-quantized has 2 to 8 integer bits, found {scheme}")
     if words.dtype != torch.int32 or words.ndim != 2:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_packed",
             f"expected a 2-d int32 tensor, found {words.dtype} {list(words.shape)}",
         )
@@ -125,11 +125,12 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
         stored = tensors.get("weight_zero_point")
         rows = -(-out_features * spec.bits // 32)
         if stored is None or stored.dtype != torch.int32:
-            raise CheckpointError(
-                f"{name}.weight_zero_point", "expected packed int32 zeros of an asymmetric scheme"
+            raise tensor_error(
+                f"{name}.weight_zero_point",
+                f"expected packed int32 zeros, found {'none' if stored is None else stored.dtype}",
             )
         if stored.shape != (rows, scales_NG.shape[1]):
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.weight_zero_point",
                 f"expected {[rows, scales_NG.shape[1]]}, found {list(stored.shape)}",
             )
@@ -141,7 +142,7 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
     if "weight_g_idx" in tensors:
         g_idx = tensors["weight_g_idx"]
         if g_idx.shape != (in_features,):
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.weight_g_idx", f"expected [{in_features}], found {list(g_idx.shape)}"
             )
         order, source, run = order_of_groups(g_idx, scales_NG.shape[1], name)
@@ -164,7 +165,7 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
 def _decode_int8(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> PackedWeight:
     spec, signed = scheme.weight, tensors["weight"]
     if spec.type != "int" or signed.ndim != 2:
-        raise CheckpointError(f"{name}.weight", f"found int8 {list(signed.shape)} for {scheme}")
+        raise tensor_error(f"{name}.weight", f"found int8 {list(signed.shape)} for {scheme}")
     spec.check_shape(name, *signed.shape)
     scales_NG = _scales(
         tensors["weight_scale"], signed.shape[0], spec.num_groups(signed.shape[1]), name
@@ -173,7 +174,7 @@ def _decode_int8(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) ->
     if "weight_zero_point" in tensors:
         stored = tensors["weight_zero_point"]
         if stored.shape != scales_NG.shape or stored.is_floating_point():
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.weight_zero_point",
                 f"expected integers {list(scales_NG.shape)}, found {list(stored.shape)}",
             )
@@ -184,7 +185,7 @@ def _decode_int8(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) ->
 
 def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp4Weight:
     if "weight_packed" not in tensors:
-        raise CheckpointError(f"{name}.weight_packed", "is missing")
+        raise tensor_error(f"{name}.weight_packed", "is missing")
     scales, whole = tensors["weight_scale"], tensors.get("weight_global_scale")
     if whole is not None:
         whole = one_scale(whole, f"{name}.weight_global_scale")
@@ -201,16 +202,16 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
 def _decode_float(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp8Weight:
     spec, codes, scales = scheme.weight, tensors["weight"], tensors["weight_scale"]
     if spec.type != "float" or codes.ndim != 2 or not codes.numel():
-        raise CheckpointError(f"{name}.weight", f"found float8 {list(codes.shape)} for {scheme}")
+        raise tensor_error(f"{name}.weight", f"found float8 {list(codes.shape)} for {scheme}")
     shape = scales_shape(spec, *codes.shape)
     if spec == MXFP8 and scales.dtype == torch.uint8:
         if scales.shape != shape:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.weight_scale", f"expected {list(shape)}, found {list(scales.shape)}"
             )
         return decode_mxfp8(codes, scales, name)
     if scales.numel() != shape[0] * shape[1] or (scales.ndim == 2 and scales.shape != shape):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_scale", f"expected {list(shape)}, found {list(scales.shape)}"
         )
     return Fp8Weight(codes_NK=codes, scales_RC=scales.reshape(shape), spec=spec)
@@ -224,10 +225,10 @@ def _stated_shape(
     if shape is None:
         return words.shape[0], words.shape[1] * 32 // bits
     if shape.numel() != 2 or shape.is_floating_point():
-        raise CheckpointError(f"{name}.weight_shape", f"expected [N, K], found {list(shape.shape)}")
+        raise tensor_error(f"{name}.weight_shape", f"expected [N, K], found {list(shape.shape)}")
     out_features, in_features = shape.flatten().tolist()
     if in_features < 1 or words.shape != (out_features, packed_length(in_features, bits)):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_shape",
             f"states {[out_features, in_features]}, weight_packed has {list(words.shape)} words",
         )
@@ -241,7 +242,7 @@ def _scales(scales: torch.Tensor, out_features: int, num_groups: int, name: str)
     elif scales.shape == (out_features,) and num_groups == 1:
         scales = scales[:, None]
     if scales.shape != (out_features, num_groups):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_scale",
             f"expected {[out_features, num_groups]}, found {list(scales.shape)}",
         )

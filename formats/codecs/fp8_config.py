@@ -8,7 +8,7 @@ static activation is called `activation_scale` (transformers) or `input_scale` (
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import block_error, unsupported_error
 from formats.rules import float_modules
 from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme
 
@@ -18,11 +18,11 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     when = block.get("activation_scheme", "dynamic")
     when = when.lower() if isinstance(when, str) else when  # transformers does the same
     if when not in ("dynamic", "static"):
-        raise CheckpointError(
+        raise block_error(
             f"{BLOCK}.activation_scheme", f"expected 'dynamic' or 'static', found {when!r}"
         )
     if block.get("fmt", "e4m3") != "e4m3":
-        raise CheckpointError(f"{BLOCK}.fmt", f"expected 'e4m3', found {block['fmt']!r}")
+        raise unsupported_error(f"{BLOCK}.fmt", f"expected 'e4m3', found {block['fmt']!r}")
     size = block.get("weight_block_size")
     rows, columns = ALL, CHANNEL
     activation = ActivationSpec(type="float")
@@ -32,14 +32,14 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
             or len(size) != 2
             or not all(type(part) is int and 8 <= part <= 2**20 for part in size)
         ):
-            raise CheckpointError(
+            raise block_error(
                 f"{BLOCK}.weight_block_size", f"expected such as [128, 128], found {size!r}"
             )
         rows, columns = size
         activation = ActivationSpec(type="float", per="group", group_size=columns)
     if when == "static":
         if size is not None:
-            raise CheckpointError(
+            raise block_error(
                 f"{BLOCK}.activation_scheme", "static scales do not go with weight_block_size"
             )
         activation = ActivationSpec(type="float", dynamic=False, per="tensor")

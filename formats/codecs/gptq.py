@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from formats.codecs.group_order import order_of_groups
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, tensor_error
 from formats.in_memory.packed import PackedWeight
 from formats.numerics.bits import pack, packed_length, unpack
 from formats.scheme import CHANNEL, QuantSpec
@@ -82,7 +82,7 @@ def decode(
         g_idx = torch.arange(in_features, device=scales_GN.device) // length
     if g_idx is not None:
         if g_idx.shape != (in_features,):
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.g_idx", f"expected [{in_features}], found {list(g_idx.shape)}"
             )
         order, source, run = order_of_groups(g_idx, scales_GN.shape[0], name)
@@ -128,7 +128,7 @@ def stored_version(
             f"{name}.qzeros",
             f"contains only {low}, and the label is {label}: either these are symmetric zeros of"
             " the other version, or the label is right and the zeros are unusual",
-            "set sym to true if the model is symmetric, or fix checkpoint_format",
+            "set sym to true if the model is symmetric, otherwise checkpoint_format to its version",
         )
     if label == "v1" and high == spec.max_code:
         raise CheckpointError(
@@ -144,10 +144,10 @@ def _check_shapes(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) 
     """Return (K, N). Raises CheckpointError if the tensors do not fit each other or the spec."""
     missing = {"qweight", "qzeros", "scales"} - tensors.keys()
     if missing:
-        raise CheckpointError(name, f"tensors missing: {', '.join(sorted(missing))}")
+        raise tensor_error(name, f"tensors missing: {', '.join(sorted(missing))}")
     for field in ("qweight", "qzeros"):
         if tensors[field].dtype != torch.int32 or tensors[field].ndim != 2:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected a 2-d int32 tensor, found {tensors[field].dtype}"
                 f" {list(tensors[field].shape)}",
@@ -155,7 +155,7 @@ def _check_shapes(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) 
     words, out_features = tensors["qweight"].shape
     in_features = words * 32 // spec.bits
     if not words or not out_features or words * 32 % spec.bits:
-        raise CheckpointError(f"{name}.qweight", f"found {[words, out_features]}")
+        raise tensor_error(f"{name}.qweight", f"found {[words, out_features]}")
     packed_length(in_features, spec.bits)
     num_groups = -(-in_features // spec.group_length(in_features))
     shapes = {
@@ -164,7 +164,7 @@ def _check_shapes(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) 
     }
     for field, shape in shapes.items():
         if tensors[field].shape != shape:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected {list(shape)} for {spec.bits} bits in groups of {spec.group_size},"
                 f" found {list(tensors[field].shape)}",

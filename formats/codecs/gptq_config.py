@@ -6,7 +6,7 @@ from typing import Any
 
 from formats.codecs.config_fields import BLOCK, ConfigFields
 from formats.codecs.gptq import zeros_rule
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error, unsupported_error
 from formats.rules import Rule, exact_patterns
 from formats.scheme import ActivationSpec, QuantSpec, Scheme, checked_group_size
 
@@ -30,14 +30,14 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         if key not in block:
             if key == "desc_act":
                 continue
-            raise CheckpointError(f"{BLOCK}.{key}", "missing")
+            raise block_error(f"{BLOCK}.{key}", "missing")
     label = block.get("checkpoint_format") or block.get("format") or "gptq"
     if not isinstance(label, str) or label not in LABELS:
-        raise CheckpointError(
+        raise block_error(
             f"{BLOCK}.checkpoint_format", f"expected one of {', '.join(LABELS)}, found {label!r}"
         )
     if block.get("pack_dtype", "int32") not in ("int32", None):
-        raise CheckpointError(
+        raise unsupported_error(
             f"{BLOCK}.pack_dtype", f"expected 'int32', found {block['pack_dtype']!r}"
         )
     spec = _spec(block, BLOCK)
@@ -46,7 +46,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     rules += _block_rules(block.get("modules_in_block_to_quantize"), scheme)
     head = block.get("lm_head", False)
     if not isinstance(head, bool | None):
-        raise CheckpointError(f"{BLOCK}.lm_head", f"expected true or false, found {head!r}")
+        raise block_error(f"{BLOCK}.lm_head", f"expected true or false, found {head!r}")
     meta = block.get("meta")
     quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
     return {
@@ -104,13 +104,18 @@ def rules_for(
     """Return `dynamic` entries for the modules that differ from the rest."""
     activations = {scheme.activation for scheme in schemes.values() if scheme is not None}
     if len(activations) > 1:
-        raise CheckpointError("gptq", "expected one activation type for all modules, found several")
+        raise CheckpointError(
+            "gptq",
+            "expected one activation type for all modules, found several",
+            "use the same activations for all modules, or `--format compressed-tensors`",
+        )
     versions = {zeros_rule(scheme.weight) for scheme in schemes.values() if scheme is not None}
     if len(versions) > 1:
         raise CheckpointError(
             "gptq",
             "has one zeros label for all modules, but symmetric and asymmetric modules need"
             " different ones",
+            "use only symmetric or only asymmetric schemes, or `--format compressed-tensors`",
         )
     return tuple(
         Rule(kind="regex", text=text, scheme=scheme)
@@ -121,16 +126,16 @@ def rules_for(
 def _spec(values: Mapping[str, Any], where: str) -> QuantSpec:
     bits, symmetric = values["bits"], values["sym"]
     if bits not in BITS or isinstance(bits, bool | float):
-        raise CheckpointError(f"{where}.bits", f"expected one of {BITS}, found {bits!r}")
+        raise unsupported_error(f"{where}.bits", f"expected one of {BITS}, found {bits!r}")
     if not isinstance(symmetric, bool):
-        raise CheckpointError(f"{where}.sym", f"expected true or false, found {symmetric!r}")
+        raise block_error(f"{where}.sym", f"expected true or false, found {symmetric!r}")
     group_size = values["group_size"]
     if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise CheckpointError(f"{where}.group_size", f"expected a number, found {group_size!r}")
+        raise block_error(f"{where}.group_size", f"expected a number, found {group_size!r}")
     return QuantSpec(
         bits=bits,
         symmetric=symmetric,
-        group_size=checked_group_size(group_size, f"{where}.group_size: group size"),
+        group_size=checked_group_size(group_size, f"{where}.group_size: group size", COPY_BLOCK),
     )
 
 
@@ -139,7 +144,7 @@ def _activation(block: dict[str, Any]) -> ActivationSpec | None:
     if own is None:
         return None
     if own != DYNAMIC_INT8:
-        raise CheckpointError(f"{BLOCK}.{OWN_KEY}", f"expected {DYNAMIC_INT8}, found {own!r}")
+        raise block_error(f"{BLOCK}.{OWN_KEY}", f"expected {DYNAMIC_INT8}, found {own!r}")
     return ActivationSpec()
 
 
@@ -148,7 +153,7 @@ def _dynamic_rules(dynamic: Any, scheme: Scheme) -> list[Rule]:
     if dynamic is None:
         return []
     if not isinstance(dynamic, dict) or len(dynamic) > MAX_RULES:
-        raise CheckpointError(f"{BLOCK}.dynamic", f"expected an object, found {type(dynamic)}")
+        raise block_error(f"{BLOCK}.dynamic", f"expected an object, found {type(dynamic)}")
     rules = []
     for key, values in dynamic.items():
         text = key.removeprefix("+:").removeprefix("-:")
@@ -156,7 +161,7 @@ def _dynamic_rules(dynamic: Any, scheme: Scheme) -> list[Rule]:
             rules.append(Rule(kind="regex", text=text, scheme=None))
             continue
         if not isinstance(values, dict):
-            raise CheckpointError(
+            raise block_error(
                 f"{BLOCK}.dynamic[{key[:80]!r}]", f"expected an object, found {values!r}"
             )
         base = {
@@ -177,8 +182,9 @@ def _block_rules(listed: Any, scheme: Scheme) -> list[Rule]:
     for item in listed if isinstance(listed, list) else [listed]:
         names += item if isinstance(item, list) else [item]
     if not all(isinstance(name, str) and name for name in names) or len(names) > MAX_RULES:
-        raise CheckpointError(
-            f"{BLOCK}.modules_in_block_to_quantize", "expected names, or lists of names"
+        raise block_error(
+            f"{BLOCK}.modules_in_block_to_quantize",
+            f"expected names, or lists of names, found {listed!r:.80}",
         )
     rules = [Rule(kind="contains", text=name, scheme=scheme) for name in names]
     return [*rules, Rule(kind="all", scheme=None)]

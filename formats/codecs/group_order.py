@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import tensor_error
 
 
 def order_of_groups(
@@ -21,7 +21,7 @@ def order_of_groups(
     common length. Raises CheckpointError, with `name`, on a bad index.
     """
     if g_idx.ndim != 1 or g_idx.is_floating_point() or not g_idx.numel():
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.g_idx", f"expected integers [K], found {g_idx.dtype} {list(g_idx.shape)}"
         )
     if (
@@ -32,7 +32,7 @@ def order_of_groups(
         return None, None, len(g_idx) // num_groups
     g_idx = g_idx.long()
     if g_idx.min() < 0 or g_idx.max() >= num_groups:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.g_idx",
             f"expected groups 0..{num_groups - 1}, found {int(g_idx.min())}..{int(g_idx.max())}",
         )

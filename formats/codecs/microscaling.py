@@ -8,7 +8,7 @@ G = K / 32 groups.
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, tensor_error
 from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import MXFP8, QuantSpec
@@ -24,7 +24,7 @@ _FP6_EIGHTHS = (*range(8), *(m << octave for octave in range(3) for m in range(8
 def powers_of_two(exponents: torch.Tensor, name: str = "weight") -> torch.Tensor:
     """Convert scale bytes to float32. Raises CheckpointError on NaN."""
     if exponents.dtype != torch.uint8:
-        raise CheckpointError(name, f"expected uint8 exponents, found {exponents.dtype}")
+        raise tensor_error(name, f"expected uint8 exponents, found {exponents.dtype}")
     if (exponents == NAN_EXPONENT).any():
         raise CheckpointError(name, "contains NaN", "quantize again")
     return torch.exp2(exponents.double() - EXPONENT_BIAS).float()
@@ -36,7 +36,9 @@ def exponents_of(scales: torch.Tensor, name: str = "weight") -> torch.Tensor:
     exponents = exponents.to(torch.uint8)
     if not torch.equal(powers_of_two(exponents), scales.float()):
         raise CheckpointError(
-            f"{name} scales", "are not powers of two, the only scales that MXFP8 stores"
+            f"{name} scales",
+            "are not powers of two, the only scales that MXFP8 stores",
+            "write the scheme w8a8-fp8-block, or quantize the float model with w8a8-mxfp8",
         )
     return exponents
 
@@ -52,7 +54,7 @@ def decode_mxfp6(bytes_NB: torch.Tensor, exponents_NG: torch.Tensor, name: str) 
     groups = exponents_NG.shape[-1] if exponents_NG.ndim == 2 else 0
     wanted = (exponents_NG.shape[0], groups * GROUP * 3 // 4)
     if bytes_NB.dtype != torch.uint8 or tuple(bytes_NB.shape) != wanted or not groups:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_packed",
             f"expected uint8 {list(wanted)} with scales {list(exponents_NG.shape)},"
             f" found {bytes_NB.dtype} {list(bytes_NB.shape)}",

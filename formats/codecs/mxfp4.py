@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, tensor_error
 from formats.files.tensor_entry import TensorEntry
 from formats.in_memory.fp4 import Fp4Weight
 from formats.scheme import FP4_TYPES, QuantSpec
@@ -23,7 +23,7 @@ def decode(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor, name: str = "weigh
     """Return uint8 blocks [N, G, 16] and scales [N, G] as a weight. Raises CheckpointError."""
     N, G = scales_NG.shape
     if blocks_NGB.shape != (N, G, GROUP // 2) or blocks_NGB.dtype != torch.uint8:
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected uint8 blocks [{N}, {G}, {GROUP // 2}],"
             f" found {blocks_NGB.dtype} {list(blocks_NGB.shape)}",

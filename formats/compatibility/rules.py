@@ -50,7 +50,7 @@ def _has_quantized_mamba_1(facts: Facts) -> bool:
 
 
 def _lacks_class(architecture: str) -> str:
-    """Say what transformers has of a family that it has no class of; "": it has the class."""
+    """Describe how transformers runs a family without a class; "" if it has the class."""
     family = FAMILIES.get(architecture)
     if family is not None and family.defaults_of:
         return f"has no {architecture}; code in the float model's folder computes it"

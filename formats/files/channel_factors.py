@@ -98,7 +98,7 @@ def read_channel_factors(folder: str | Path) -> ChannelFactors | None:
         return ChannelFactors.from_tensors(tensors)
     except (SafetensorError, ValueError, OSError) as error:
         raise CheckpointError(
-            str(path), f"cannot be read: {one_line(error)}", "fetch it again"
+            str(path), f"cannot be read: {one_line(error)}", "download it again"
         ) from None
 
 

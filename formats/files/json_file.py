@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
+from formats.errors import CHECK_ACCESS, DOWNLOAD_AGAIN, CheckpointError
 
 MAX_JSON_BYTES = 25_000_000
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -25,27 +25,29 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         size = size_of_file(path)
         if size > max_bytes:
             raise CheckpointError(
-                str(path), f"has {size} bytes, the limit is {max_bytes}", "fetch it again"
+                str(path), f"has {size} bytes, the limit is {max_bytes}", "download it again"
             )
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, parse_int=parse_int, parse_float=_parse_float)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate: ValueError
     except FileNotFoundError:
-        raise CheckpointError(str(path), "not found", "is this a model folder?") from None
+        raise CheckpointError(str(path), "not found", "give a folder that has this file") from None
     except OSError as error:
         raise CheckpointError(
             str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
         ) from None
     except _BeyondFloat32 as error:
-        raise CheckpointError(str(path), str(error), "correct the file") from None
+        raise CheckpointError(
+            str(path), str(error), "copy the file from the original model"
+        ) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(str(path), f"is not valid JSON: {error}", FETCH_AGAIN) from None
+        raise CheckpointError(str(path), f"is not valid JSON: {error}", DOWNLOAD_AGAIN) from None
     if not isinstance(value, dict):
         raise CheckpointError(
-            str(path), f"expected a JSON object, found {type(value).__name__}", FETCH_AGAIN
+            str(path), f"expected a JSON object, found {type(value).__name__}", DOWNLOAD_AGAIN
         )
     return value
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import CHECK_ACCESS, InputError
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 # Tables, which would otherwise be read as plain text.
@@ -31,7 +31,7 @@ def check_is_file(path: Path) -> None:
     try:
         status = path.stat()
     except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
+        raise InputError(str(path), error.strerror or "cannot be read", CHECK_ACCESS) from None
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         problem = "is a pipe or a device, which may be endless"
         raise InputError(str(path), problem, "save the text as a file")
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except (OSError, EOFError) as error:
         problem = getattr(error, "strerror", None) or f"cannot be read: {error}"
-        raise InputError(str(path), problem) from None
+        raise InputError(str(path), problem, CHECK_ACCESS) from None
     except UnicodeDecodeError as error:
         raise InputError(
             str(path), f"is not UTF-8 text: {error.reason}", "save the file in UTF-8"

@@ -85,10 +85,14 @@ class MemoryTensors:
         entries: dict[str, MemoryTensor] = {}
         for name, tensor in tensors:
             if name in entries:
-                raise CheckpointError(f"tensor {name}", "comes twice in the update")
+                raise CheckpointError(
+                    f"tensor {name}", "comes twice in the update", "send each tensor once"
+                )
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(
-                    f"tensor {name}", f"expected a tensor, found {type(tensor).__name__}"
+                    f"tensor {name}",
+                    f"expected a tensor, found {type(tensor).__name__}",
+                    "send torch tensors",
                 )
             entries[name] = MemoryTensor(name=name, tensor=tensor.detach())
         if has_text_part(config):
@@ -111,5 +115,9 @@ class MemoryTensors:
         Raises CheckpointError if there is none of that name.
         """
         if name not in self.entries:
-            raise CheckpointError(f"tensor {name!r}", "is not in the update")
+            raise CheckpointError(
+                f"tensor {name!r}",
+                "is not in the update",
+                "send every tensor of the module in the same update",
+            )
         return self.entries[name].tensor

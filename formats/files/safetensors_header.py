@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
+from formats.errors import CHECK_ACCESS, DOWNLOAD_AGAIN, CheckpointError
 from formats.files.json_file import parse_int, size_of_file
 from formats.files.padded_shapes import padded_shapes
 from formats.files.tensor_entry import StatedShape, TensorEntry
@@ -61,7 +61,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
                     remedy = "run `git lfs pull` in the folder"
                     raise CheckpointError(str(path), "is only a pointer of Git LFS", remedy)
                 raise CheckpointError(
-                    str(path), "is not a safetensors file, or is truncated", "fetch it again"
+                    str(path), "is not a safetensors file, or is truncated", "download it again"
                 )
             text = file.read(length)
             header = json.loads(text, parse_int=parse_int, object_pairs_hook=_without_duplicates)
@@ -92,13 +92,13 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
                 raise CheckpointError(
                     f"{path}: {name}",
                     f"{end - begin} bytes do not hold {list(shape)} {dtype}",
-                    FETCH_AGAIN,
+                    DOWNLOAD_AGAIN,
                 )
             if 8 + length + end > size:
                 raise CheckpointError(
                     str(path),
                     f"truncated: {name} ends at byte {8 + length + end}, the file has {size}",
-                    "fetch it again",
+                    "download it again",
                 )
             entries[name] = TensorEntry(
                 name=name,
@@ -127,7 +127,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
         if 8 + length + position != size:
             raise ValueError(f"{size - 8 - length - position} bytes belong to no tensor")
     except FileNotFoundError:
-        raise CheckpointError(str(path), "not found", "the checkpoint is incomplete") from None
+        raise CheckpointError(str(path), "not found", "download the checkpoint again") from None
     except OSError as error:
         raise CheckpointError(
             str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS
@@ -136,6 +136,6 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tens
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            str(path), f"its safetensors header is damaged: {error}", FETCH_AGAIN
+            str(path), f"its safetensors header is damaged: {error}", DOWNLOAD_AGAIN
         ) from None
     return entries

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
+from formats.errors import CHECK_ACCESS, DOWNLOAD_AGAIN, CheckpointError
 
 MODULES = "modules.json"
 CHANNEL_FACTORS = "channel_factors.st"  # formats/files/channel_factors.py
@@ -56,7 +56,7 @@ def find_side_files(folder: Path) -> list[Path]:
                 path.open("rb").close()
                 found.append(name)
             elif path.is_symlink() and not path.exists():
-                raise CheckpointError(str(path), "is a link to nothing", FETCH_AGAIN)
+                raise CheckpointError(str(path), "is a link to nothing", DOWNLOAD_AGAIN)
         except OSError as error:
             raise CheckpointError(
                 str(path), f"cannot be read: {error.strerror}", CHECK_ACCESS

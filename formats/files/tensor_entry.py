@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CHECK_ACCESS, FETCH_AGAIN, CheckpointError
+from formats.errors import CHECK_ACCESS, DOWNLOAD_AGAIN, CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class TensorEntry:
                     count = file.readinto(view[done:])
                     if not count:
                         raise CheckpointError(
-                            str(self.file), f"ends inside {self.name}", FETCH_AGAIN
+                            str(self.file), f"ends inside {self.name}", DOWNLOAD_AGAIN
                         )
                     done += count
         except OSError as error:

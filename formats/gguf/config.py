@@ -5,7 +5,7 @@ from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.sizes import MAX_EXPERTS
-from formats.errors import CheckpointError
+from formats.errors import DOWNLOAD_AGAIN, CheckpointError
 from formats.gguf.architectures.parts import SIGMOID
 from formats.gguf.container import GgufFile
 from formats.gguf.metadata import MAX_SIZE, Metadata
@@ -35,7 +35,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(
-            f"{metadata.subject}: token_embd.weight", "is missing or not a matrix"
+            f"{metadata.subject}: token_embd.weight", "is missing or not a matrix", DOWNLOAD_AGAIN
         )
     config: dict[str, Any] = {
         "architectures": [family.architecture],

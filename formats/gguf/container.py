@@ -30,7 +30,7 @@ MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 2**23  # a chat template has 10 kB
 MAX_HEADER_BYTES = 2**28
 MAX_STRINGS = 4_000_000  # in all arrays; a vocabulary of 262,144 tokens has as many merges
-REMEDY = "fetch the file again"
+REMEDY = "download the file again"
 STRING, ARRAY = 8, 9
 # id of a scalar type -> struct code; 7 is a bool
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
@@ -82,7 +82,9 @@ def read_gguf(path: str | Path) -> GgufFile:
                 REMEDY,
             )
         for name in part.tensors.keys() & tensors.keys():
-            raise CheckpointError(f"{paths[number]}: {name}", "is in two files of the split")
+            raise CheckpointError(
+                f"{paths[number]}: {name}", "is in two files of the split", REMEDY
+            )
         tensors.update(part.tensors)
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
@@ -108,7 +110,7 @@ def split_files(path: Path) -> tuple[Path, ...]:
         part = path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf")
         if not part.is_file():
             raise CheckpointError(
-                str(part), f"is missing; the model is split into {count} files", "fetch it too"
+                str(part), f"is missing; the model is split into {count} files", "download it too"
             )
         found.append(part)
     return tuple(found)
@@ -195,10 +197,14 @@ class _Header:
         subject = f"{self._path}: {name}"
         kind = find_type(self._number("I"), subject)
         if min(fastest_first) < 1 or math.prod(fastest_first) > MAX_EXTENT:
-            raise CheckpointError(subject, f"its shape {fastest_first} is empty or too large")
+            raise CheckpointError(
+                subject, f"its shape {fastest_first} is empty or too large", REMEDY
+            )
         if fastest_first[0] % kind.length:
             raise CheckpointError(
-                subject, f"its rows of {fastest_first[0]} are not whole blocks of {kind.name}"
+                subject,
+                f"its rows of {fastest_first[0]} are not whole blocks of {kind.name}",
+                REMEDY,
             )
         return name, kind, tuple(reversed(fastest_first)), self._number("Q")
 

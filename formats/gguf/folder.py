@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import DOWNLOAD_AGAIN, CheckpointError
 from formats.files.made_folder import fingerprint, made_folder
 from formats.files.model_path import INDEX, stem
 from formats.gguf.architectures.converted import Order
@@ -113,7 +113,9 @@ def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
         is_number = all(type(value) in (int, float) and abs(value) < 1e30 for value in values)
         if len(values) != count or not is_number:
             raise CheckpointError(
-                f"{metadata.subject}: {key}", f"expected a number for each of {count} layers"
+                f"{metadata.subject}: {key}",
+                f"expected a number for each of {count} layers, found {stated!r:.80}",
+                DOWNLOAD_AGAIN,
             )
         shapes = dict(family.activation_tensors.values())
         for number, value in enumerate(values):

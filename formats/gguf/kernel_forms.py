@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import DOWNLOAD_AGAIN, CheckpointError
 from formats.gguf.block_types import BlockType
 from formats.gguf.blocks import iq4_values, nibbles, q5_codes
 from formats.numerics.bits import pack
@@ -100,7 +100,9 @@ def scales_of(data: torch.Tensor, kind: BlockType, in_features: int, name: str) 
         return blocks_BX[:, 0].reshape(-1, in_features // GROUP).contiguous()
     scales_B1 = blocks_BX[:, :2].contiguous().view(torch.float16)
     if not torch.isfinite(scales_B1).all():
-        raise CheckpointError(name, "the scales of its blocks contain NaN or infinity")
+        raise CheckpointError(
+            name, "the scales of its blocks contain NaN or infinity", DOWNLOAD_AGAIN
+        )
     scales_B1 = torch.where(_scale_bits(blocks_BX) == 0, torch.ones_like(scales_B1), scales_B1)
     return scales_B1.reshape(-1, in_features // GROUP)
 

@@ -4,12 +4,13 @@ import array
 import struct
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import CHECK_ACCESS, CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.table import find_architecture
 from formats.gguf.container import GgufFile
 
 MAX_SIZE = 2**31
+_DOWNLOAD = "download the file again, or another GGUF file of the model"  # remedy
 MAX_DIVISORS = 4096
 
 
@@ -70,22 +71,35 @@ class Metadata:
         subject = f"{self.subject}: {name}"
         if tensor is None or tensor.type.name != "F32" or tensor.shape != (width // 2,):
             found = "none" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
-            raise CheckpointError(subject, f"expected F32 [{width // 2}], found {found}")
+            raise CheckpointError(
+                subject,
+                f"expected F32 [{width // 2}], found {found}",
+                _DOWNLOAD,
+            )
         if width // 2 > MAX_DIVISORS:
-            raise CheckpointError(subject, f"has {width // 2} values")
+            raise CheckpointError(
+                subject,
+                f"expected at most {MAX_DIVISORS} values, found {width // 2}",
+                _DOWNLOAD,
+            )
         try:
             with tensor.file.open("rb") as file:
                 file.seek(tensor.offset)
                 values = array.array("f", file.read(tensor.num_bytes))
         except (OSError, ValueError) as error:
-            raise CheckpointError(subject, f"cannot be read: {error}") from None
+            raise CheckpointError(subject, f"cannot be read: {error}", CHECK_ACCESS) from None
         if len(values) != width // 2 or not all(0 < value < most for value in values):
-            raise CheckpointError(subject, "expected positive numbers")
+            raise CheckpointError(
+                subject,
+                f"expected {width // 2} positive numbers below {most:g}, found"
+                f" {values.tolist()!s:.80}",
+                _DOWNLOAD,
+            )
         return values.tolist()
 
     def wrong(self, key: str, problem: str) -> CheckpointError:
         name = f"{self.subject}: {self.architecture.name}.{key}"
-        return CheckpointError(name, problem, "fetch the file again, or another one of the model")
+        return CheckpointError(name, problem, _DOWNLOAD)
 
 
 def shortest(value: float) -> float:

@@ -80,7 +80,9 @@ class NameMap:
             for each in self._of(stored, tensors, subject):
                 if each.name in found:
                     raise CheckpointError(
-                        f"{subject}: {stored.name}", f"is a second tensor for {each.name}"
+                        f"{subject}: {stored.name}",
+                        f"is a second tensor for {each.name}",
+                        "download another GGUF file of the model",
                     )
                 found[each.name] = each
         return found
@@ -228,7 +230,7 @@ class NameMap:
             raise CheckpointError(
                 f"{subject}: {stored.name}",
                 f"expected matrices of {count} experts, found {list(stored.shape)}",
-                "fetch the file again",
+                "download the file again",
             )
         return [name.format(e=number) for number in range(found) for name in names]
 
@@ -435,5 +437,5 @@ def _unplaced(stored: StoredTensor, architecture: Architecture, subject: str) ->
     return CheckpointError(
         f"{subject}: {stored.name}",
         f"is not known as a tensor of {architecture.name}",
-        "this variant of the architecture is not supported; use the model's safetensors files",
+        "use the model's safetensors files: this variant of the architecture is not supported",
     )

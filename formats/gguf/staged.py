@@ -11,7 +11,7 @@ import torch
 
 from formats.codecs import compressed_tensors
 from formats.codecs.config_fields import ConfigFields
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, tensor_error
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, name_of
 from formats.in_memory.k_weight import KWeight, is_in_blocks
 from formats.in_memory.weights import Weight
@@ -68,7 +68,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
     if not is_in_blocks(scheme.weight):
         return compressed_tensors.decode(tensors, scheme, name)
     if BLOCKS not in tensors:
-        raise CheckpointError(f"{name}.{BLOCKS}", "is missing")
+        raise tensor_error(f"{name}.{BLOCKS}", "is missing")
     weight = KWeight(bytes_NX=tensors[BLOCKS], spec=scheme.weight)
     weight.check(name)
     return weight

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from formats.errors import CheckpointError
-from formats.heads.layers_config import ORIGINAL, LayersConfig, flag, layers_of, numbers, whole
+from formats.heads.layers_config import (
+    COPY_HEAD,
+    ORIGINAL,
+    LayersConfig,
+    flag,
+    layers_of,
+    numbers,
+    whole,
+)
 
 DFLASH, DSPARK = "dflash", "dspark"
 DFLASH2 = "dflash2"  # known by name, not served
@@ -76,7 +84,7 @@ class BlockConfig(LayersConfig):
                 f"config.json {FLAT_AUX_KEY if self.layout == ORIGINAL else NESTED_AUX_KEY}",
                 f"expected auxiliary layers of a target model with {num_target_layers} layers,"
                 f" found {list(self.explicit_aux_layers)}",
-                "is this the model that the head was trained for?",
+                "use the head with the model that it was trained for",
             )
         return aux_layers
 
@@ -85,7 +93,9 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
     """Read the config.json of a DFlash or DSpark head. Raises CheckpointError, naming the key."""
     inner = config.get(INNER)
     if inner is not None and not isinstance(inner, dict):
-        raise CheckpointError(f"config.json {INNER}", f"expected an object, found {inner!r:.80}")
+        raise CheckpointError(
+            f"config.json {INNER}", f"expected an object, found {inner!r:.80}", COPY_HEAD
+        )
     stated = {**config, **(inner or {})}
     layers = layers_of(config, stated)
     is_flat = layers["layout"] == ORIGINAL
@@ -102,12 +112,15 @@ def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
         raise CheckpointError(
             f"config.json {aux_key}",
             "is missing: it lists the target layers whose states the head reads",
+            COPY_HEAD,
         )
     rank = whole(stated, "markov_rank", 0 if is_flat else 256, least=0) if kind == DSPARK else 0
     markov = stated.get("markov_head_type", MARKOV_TYPES[0])
     if markov not in MARKOV_TYPES:
         expected = f"expected one of {', '.join(MARKOV_TYPES)}"
-        raise CheckpointError("config.json markov_head_type", f"{expected}, found {markov!r}")
+        raise CheckpointError(
+            "config.json markov_head_type", f"{expected}, found {markov!r}", "use another head"
+        )
     confidence = 0
     if kind == DSPARK and flag(stated, "enable_confidence_head", not is_flat):
         with_markov = flag(stated, "confidence_head_with_markov", not is_flat)
@@ -147,7 +160,9 @@ def _attentions(config: Mapping[str, Any], num_layers: int) -> tuple[BlockAttent
         slides = everywhere or (layer < len(types) and types[layer] == SLIDING)
         if slides and (type(window) is not int or window < 1):
             raise CheckpointError(
-                "config.json sliding_window", f"expected a number of 1 or more, found {window!r}"
+                "config.json sliding_window",
+                f"expected a number of 1 or more, found {window!r}",
+                COPY_HEAD,
             )
         of_type = layer < len(types) and types[layer] == SLIDING
         found.append(
@@ -163,5 +178,7 @@ def _factor(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     value = default if value is None else value
     if type(value) not in (int, float):
-        raise CheckpointError(f"config.json {key}", f"expected a number, found {value!r:.80}")
+        raise CheckpointError(
+            f"config.json {key}", f"expected a number, found {value!r:.80}", COPY_HEAD
+        )
     return float(value)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from formats.errors import CheckpointError
 from formats.heads.block_config import DFLASH, DFLASH2, DSPARK, BlockConfig, read_block_config
 from formats.heads.layers_config import (
+    COPY_HEAD,
     KIND_KEY,
     ORIGINAL,
     SPECULATORS,
@@ -94,7 +95,7 @@ class EagleConfig(LayersConfig):
                 f"config.json {AUX_LAYERS_KEY}",
                 f"expected {self.num_aux} auxiliary layers of a target model with"
                 f" {num_target_layers} layers, found {list(aux_layers)}",
-                "is this the model that the head was trained for?",
+                "use the head with the model that it was trained for",
             )
         return aux_layers
 
@@ -159,13 +160,17 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     sections = _axes(layers["values"]).get("mrope_section", [])
     if not isinstance(sections, list) or not all(type(each) is int for each in sections):
         raise CheckpointError(
-            "config.json mrope_section", f"expected three numbers, found {sections!r:.80}"
+            "config.json mrope_section",
+            f"expected three numbers, found {sections!r:.80}",
+            COPY_HEAD,
         )
     is_nested = layers["layout"] == SPECULATORS
     if kind == EAGLE and is_nested:
         raise CheckpointError(
             f"config.json {KIND_KEY}",
-            "expected eagle3 or peagle; eagle heads are supported only in their original layout",
+            "expected eagle3 or peagle, found eagle, which is supported only in its original"
+            " layout",
+            "use the head in its original layout, as its authors published it",
         )
     aux_layers = numbers(stated, AUX_LAYERS_KEY)
     num_aux = len(aux_layers) or NUM_AUX

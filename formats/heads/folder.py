@@ -150,12 +150,17 @@ class HeadFolder:
                 raise CheckpointError(
                     f"{self.folder}: {stored}",
                     f"expected {list(expected)} from config.json, found {list(found)}",
+                    "download the head's weights and config.json again",
                 )
         lacking = [name for name in names.required(self.config) if not self.has(name)]
         without = names.may_be_missing(self.config)
         lacking += [n for n in modules if n not in without and not self.has_linear(n)]
         if lacking:
-            raise CheckpointError(f"{self.folder}: {lacking[0]}", "is missing from the head")
+            raise CheckpointError(
+                f"{self.folder}: {lacking[0]}",
+                "is missing from the head",
+                "download the head's weights and config.json again",
+            )
 
 
 def kind_of_folder(folder: str | Path) -> str | None:
@@ -206,7 +211,11 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
     ):
-        raise CheckpointError(str(path), "expected tensors by name", "write safetensors")
+        raise CheckpointError(
+            str(path),
+            f"expected tensors by name, found {type(found).__name__}",
+            "write safetensors",
+        )
     return found
 
 

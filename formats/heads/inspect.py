@@ -102,7 +102,11 @@ def _linear(head: HeadFolder, name: str) -> LinearSummary:
     if head.has(f"{name}.weight") and not (head.quant and head.quant.scheme_for(module)):
         return float_linear(module, head.entries[head.stored(f"{name}.weight")])
     if head.quant is None:
-        raise InputError(module, "has quantized tensors, but config.json has no block for them")
+        raise InputError(
+            module,
+            "has quantized tensors, but config.json has no block for them",
+            "copy quantization_config from the published head",
+        )
     found = tensor_names(module, layout_of(head.quant), head.entries)
     weight = decode_linear(module, {f: head.get(n) for f, n in found.items()}, head.quant)
     return LinearSummary(

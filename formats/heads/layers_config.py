@@ -8,6 +8,7 @@ from formats.errors import CheckpointError
 
 ORIGINAL, SPECULATORS = "original", "speculators"
 NESTED, KIND_KEY = "transformer_layer_config", "speculators_model_type"
+COPY_HEAD = "copy config.json from the published head"
 LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")  # Llama's layers, some with QK norms
 
 
@@ -61,7 +62,9 @@ def layers_of(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str,
     nested = config.get(NESTED)
     layout = SPECULATORS if KIND_KEY in config else ORIGINAL
     if layout == SPECULATORS and not isinstance(nested, dict):
-        raise CheckpointError(f"config.json {NESTED}", f"expected an object, found {nested!r:.80}")
+        raise CheckpointError(
+            f"config.json {NESTED}", f"expected an object, found {nested!r:.80}", COPY_HEAD
+        )
     values = dict(nested) if layout == SPECULATORS else dict(config)
     values.setdefault("num_hidden_layers", 1)
     values.setdefault("model_type", "llama")
@@ -69,6 +72,7 @@ def layers_of(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str,
         raise CheckpointError(
             "config.json model_type",
             f"expected a head of {', '.join(LAYER_TYPES)} layers, found {values['model_type']!r}",
+            "use another head",
         )
     for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         whole(values, key)
@@ -77,7 +81,9 @@ def layers_of(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str,
             whole(values, key)
     if values.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
-            "config.json hidden_act", f"expected 'silu', found {values['hidden_act']!r}"
+            "config.json hidden_act",
+            f"expected 'silu', found {values['hidden_act']!r}",
+            "use another head",
         )
     return {
         "layout": layout,
@@ -91,7 +97,9 @@ def numbers(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """Read a list of integers; a missing one is empty. Raises CheckpointError."""
     found = config.get(key) or []
     if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise CheckpointError(f"config.json {key}", f"expected numbers, found {found!r:.80}")
+        raise CheckpointError(
+            f"config.json {key}", f"expected numbers, found {found!r:.80}", COPY_HEAD
+        )
     return tuple(found)
 
 
@@ -101,7 +109,9 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None, least
     value = default if value is None else value
     if type(value) is not int or value < least:
         raise CheckpointError(
-            f"config.json {key}", f"expected a number of {least} or more, found {value!r:.80}"
+            f"config.json {key}",
+            f"expected a number of {least} or more, found {value!r:.80}",
+            COPY_HEAD,
         )
     return value
 
@@ -111,5 +121,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not bool:
-        raise CheckpointError(f"config.json {key}", f"expected true or false, found {value!r:.80}")
+        raise CheckpointError(
+            f"config.json {key}", f"expected true or false, found {value!r:.80}", COPY_HEAD
+        )
     return value

@@ -77,7 +77,7 @@ def explained(
     if is_offline(error):
         return InputError(
             subject,
-            f"is not in the cache {cache}, and HF_HUB_OFFLINE forbids to fetch it",
+            f"is not in the cache {cache}, and HF_HUB_OFFLINE forbids downloading it",
             "unset HF_HUB_OFFLINE, or name a local folder",
         )
     if is_begun and is_unreachable(error):
@@ -89,7 +89,7 @@ def explained(
             f" {one_line(_root(error))}",
             "check the network, HF_ENDPOINT and proxies, or name a local folder",
         )
-    return InputError(subject, f"cannot be fetched: {one_line(error)}", AGAIN)
+    return InputError(subject, f"cannot be downloaded: {one_line(error)}", AGAIN)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

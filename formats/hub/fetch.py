@@ -99,7 +99,11 @@ def _in_folder(path: Path, subfolder: str | None) -> str:
         return str(path)
     inner = path / _plain_subfolder(subfolder)
     if not inner.is_dir():
-        raise InputError("--subfolder", f"there is no folder {inner}", "remove it, or correct it")
+        raise InputError(
+            "--subfolder",
+            f"there is no folder {inner}",
+            "name a folder of the repository, or leave it out",
+        )
     return str(inner)
 
 
@@ -180,7 +184,7 @@ class _Fetch:
             raise CheckpointError(
                 self.source,
                 f"lacks {lacking[0]}, which its {INDEX} lists",
-                "the upload is incomplete; choose another revision",
+                "choose another revision: the upload is incomplete",
             )
         if weights:
             self._check_space(weights, sizes, commit)

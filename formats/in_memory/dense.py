@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, weight_error
 from formats.in_memory.packed import SCALE_DTYPES
 from formats.scheme import DENSE_TYPES, QuantSpec, Scheme
 
@@ -45,11 +45,11 @@ class DenseWeight:
         """Raise CheckpointError, with `name`, unless the weight is a matrix of finite floats."""
         weight_NK = self.weight_NK
         if weight_NK.ndim != 2 or weight_NK.dtype not in SCALE_DTYPES or not weight_NK.numel():
-            raise CheckpointError(
+            raise weight_error(
                 name, f"expected floats [N, K], found {weight_NK.dtype} {list(weight_NK.shape)}"
             )
         if not torch.isfinite(weight_NK).all():
-            raise CheckpointError(name, "its weights contain NaN or infinity", "fetch it again")
+            raise CheckpointError(name, "its weights contain NaN or infinity", "download it again")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights [N, K] in `dtype`."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import ONE_SCHEME, QUANTIZE_AGAIN, CheckpointError, weight_error
 from formats.in_memory.packed import PackedWeight
 from formats.numerics.activation import same_activation
 from formats.numerics.affine import rows_at_once
@@ -135,7 +135,7 @@ class Fp4Weight:
     def check(self, name: str = "weight") -> None:
         """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
         if self.bytes_NB.dtype != torch.uint8 or self.bytes_NB.ndim != 2:
-            raise CheckpointError(
+            raise weight_error(
                 name,
                 f"expected uint8 [N, K / 2], found {self.bytes_NB.dtype}"
                 f" {list(self.bytes_NB.shape)}",
@@ -144,7 +144,7 @@ class Fp4Weight:
         shape = (self.out_features, self.spec.num_groups(self.in_features))
         dtype = SCALE_DTYPES[self.spec.type]
         if self.scales_NG.shape != shape or self.scales_NG.dtype != dtype:
-            raise CheckpointError(
+            raise weight_error(
                 f"{name} scales",
                 f"expected {dtype} {list(shape)}, found {self.scales_NG.dtype}"
                 f" {list(self.scales_NG.shape)}",
@@ -158,13 +158,16 @@ class Fp4Weight:
                 "copy the tensors and the quantization block from the original checkpoint",
             )
         if self.spec.type == "mxfp4" and (self.scales_NG == 255).any():
-            raise CheckpointError(f"{name} scales", "contain NaN")
+            raise CheckpointError(f"{name} scales", "contain NaN", QUANTIZE_AGAIN)
         is_one = whole is None or whole.numel() == 1 or whole.shape == (self.out_features, 1)
         if whole is not None and not (is_one and bool((whole > 0).all())):
-            raise CheckpointError(f"{name} global scale", "expected one number above 0")
+            raise weight_error(
+                f"{name} global scale",
+                f"expected one number above 0, found {whole.flatten()[:4].tolist()}",
+            )
         steps_NG = self.steps()
         if not torch.isfinite(steps_NG).all():
-            raise CheckpointError(f"{name} scales", "contain NaN or infinity")
+            raise CheckpointError(f"{name} scales", "contain NaN or infinity", QUANTIZE_AGAIN)
 
     def with_divisor(self, name: str = "weight") -> "Fp4Weight":
         """Return the same weight with a dividing global scale, as compressed-tensors stores it.
@@ -226,7 +229,9 @@ class Fp4Weight:
                 and same_activation(part, first)
             ):
                 raise CheckpointError(
-                    name, f"linears merged into it differ: {first.scheme} against {part.scheme}"
+                    name,
+                    f"linears merged into it differ: {first.scheme} against {part.scheme}",
+                    ONE_SCHEME,
                 )
         whole = {
             field: _whole_of_rows([getattr(part, field) for part in parts], parts)

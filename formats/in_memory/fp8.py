@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import ONE_SCHEME, QUANTIZE_AGAIN, CheckpointError, weight_error
 from formats.in_memory.packed import SCALE_DTYPES
 from formats.numerics.activation import check_input_scale, describe_scale, same_activation
 from formats.numerics.affine import rows_at_once
@@ -83,20 +83,20 @@ class Fp8Weight:
     def check(self, name: str = "weight") -> None:
         """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
         if self.codes_NK.dtype != FP8_DTYPE or self.codes_NK.ndim != 2 or not self.codes_NK.numel():
-            raise CheckpointError(
+            raise weight_error(
                 name,
                 f"expected float8_e4m3fn [N, K], found {self.codes_NK.dtype}"
                 f" {list(self.codes_NK.shape)}",
             )
         shape = scales_shape(self.spec, *self.codes_NK.shape)
         if self.scales_RC.shape != shape or self.scales_RC.dtype not in SCALE_DTYPES:
-            raise CheckpointError(
+            raise weight_error(
                 f"{name} scales",
                 f"expected floating point {list(shape)},"
                 f" found {self.scales_RC.dtype} {list(self.scales_RC.shape)}",
             )
         if not torch.isfinite(self.scales_RC).all() or (self.scales_RC == 0).any():
-            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")
+            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero", QUANTIZE_AGAIN)
         # 0x7F and 0xFF are the two NaN of this type; it has no infinity
         if ((self.codes_NK.view(torch.uint8) & 0x7F) == 0x7F).any():
             raise CheckpointError(name, "its weights contain NaN", "quantize again")
@@ -127,13 +127,16 @@ class Fp8Weight:
         for part in parts[1:]:
             if (part.spec, part.in_features) != (first.spec, first.in_features):
                 raise CheckpointError(
-                    name, f"linears merged into it differ: {first.spec} against {part.spec}"
+                    name,
+                    f"linears merged into it differ: {first.spec} against {part.spec}",
+                    ONE_SCHEME,
                 )
             if not same_activation(first, part):
                 raise CheckpointError(
                     name,
                     f"linears merged into it differ: inputs {describe_scale(first)} against"
                     f" {describe_scale(part)}",
+                    ONE_SCHEME,
                 )
         rows = first.spec.rows
         if rows == ALL or any(part.out_features % rows for part in parts[:-1]):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import ONE_SCHEME, CheckpointError, weight_error
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.blocks import decode_rows
 from formats.gguf.k_quants.grid import KGrid, read_blocks
@@ -117,11 +117,11 @@ class KWeight:
         """Raise CheckpointError, with `name`, unless the bytes are whole rows of finite weights."""
         bytes_NX = self.bytes_NX
         if bytes_NX.ndim != 2 or bytes_NX.dtype != torch.uint8 or not bytes_NX.numel():
-            raise CheckpointError(
+            raise weight_error(
                 name, f"expected bytes [N, row], found {bytes_NX.dtype} {list(bytes_NX.shape)}"
             )
         if bytes_NX.shape[1] % self.kind.num_bytes:
-            raise CheckpointError(
+            raise weight_error(
                 name, f"its rows of {bytes_NX.shape[1]} bytes are no whole blocks of {self.scheme}"
             )
         blocks_XB = bytes_NX.reshape(-1, self.kind.num_bytes)
@@ -129,7 +129,7 @@ class KWeight:
             floats = blocks_XB[:, at : at + 2].contiguous().view(torch.float16)
             if not torch.isfinite(floats).all():
                 raise CheckpointError(
-                    name, "the scales of its blocks contain NaN or infinity", "fetch it again"
+                    name, "the scales of its blocks contain NaN or infinity", "download it again"
                 )
 
     def codes_and_grid(self) -> tuple[torch.Tensor, KGrid]:
@@ -174,7 +174,9 @@ class KWeight:
                 first.input_range,
             ):
                 raise CheckpointError(
-                    name, f"linears merged into it differ: {first.scheme} against {part.scheme}"
+                    name,
+                    f"linears merged into it differ: {first.scheme} against {part.scheme}",
+                    ONE_SCHEME,
                 )
         return replace(first, bytes_NX=torch.cat([part.bytes_NX for part in parts]))
 

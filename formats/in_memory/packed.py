@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from formats.errors import CheckpointError, RangeError
+from formats.errors import ONE_SCHEME, QUANTIZE_AGAIN, CheckpointError, RangeError, weight_error
 from formats.numerics import affine
 from formats.numerics.activation import check_input_scale, describe_scale, same_activation
 from formats.numerics.bits import pack, packed_length, unpack
@@ -63,7 +63,9 @@ class PackedWeight:
                 )
             if tensor.is_meta:
                 raise CheckpointError(
-                    f"{name} {field}", "is on the meta device, without numbers", "load it"
+                    f"{name} {field}",
+                    "is on the meta device, without numbers",
+                    "load the model's weights first",
                 )
             if tensor.layout is not torch.strided:
                 raise CheckpointError(
@@ -92,7 +94,11 @@ class PackedWeight:
             )
         if zeros_NG is None:
             if not spec.symmetric:
-                raise CheckpointError(name, "an asymmetric scheme needs zero points")
+                raise CheckpointError(
+                    name,
+                    "an asymmetric scheme needs zero points",
+                    "give zeros [N, G], or use a symmetric scheme",
+                )
             zeros_NG = torch.full_like(scales_NG, spec.symmetric_zero, dtype=torch.uint8)
         else:
             zeros_NG = _comparable(zeros_NG)
@@ -100,7 +106,9 @@ class PackedWeight:
         if not is_right.all():
             wrong = zeros_NG[~is_right][0].item()
             raise CheckpointError(
-                name, f"expected whole zero points in 0..{spec.max_code}, found {wrong:g}"
+                name,
+                f"expected whole zero points in 0..{spec.max_code}, found {wrong:g}",
+                "round them, and add the middle code to signed ones",
             )
         packed = cls(
             words_NW=pack(codes_NK, spec.bits),
@@ -153,20 +161,21 @@ class PackedWeight:
         }
         for field, (tensor, dtype, width) in expected.items():
             if tensor.shape != (self.out_features, width) or dtype not in (None, tensor.dtype):
-                raise CheckpointError(
+                raise weight_error(
                     f"{name} {field}",
                     f"expected {dtype or 'floating point'} [{self.out_features}, {width}],"
                     f" found {tensor.dtype} {list(tensor.shape)}",
                 )
         if self.scales_NG.dtype not in SCALE_DTYPES:
-            raise CheckpointError(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
+            raise weight_error(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
         if not torch.isfinite(self.scales_NG).all() or (self.scales_NG == 0).any():
-            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")
+            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero", QUANTIZE_AGAIN)
         if self.spec.symmetric and (self.zeros_NG != self.spec.symmetric_zero).any():
             raise CheckpointError(
                 f"{name} zeros",
                 f"a symmetric scheme has {self.spec.symmetric_zero} throughout,"
                 f" found {self.zeros_NG.unique().tolist()[:8]}",
+                "use an asymmetric scheme, such as w4a16-asym",
             )
         check_input_scale(self.activation, self.input_scale, name)
 
@@ -239,15 +248,21 @@ class PackedWeight:
                     name,
                     f"linears merged into it differ: {first.spec} with {first.in_features} inputs"
                     f" against {part.spec} with {part.in_features}",
+                    ONE_SCHEME,
                 )
             if not same_activation(first, part):
                 raise CheckpointError(
                     name,
                     f"linears merged into it differ: inputs {describe_scale(first)} against"
                     f" {describe_scale(part)}",
+                    ONE_SCHEME,
                 )
             if not _same_order(first.input_order, part.input_order):
-                raise CheckpointError(name, "linears merged into it have different input orders")
+                raise CheckpointError(
+                    name,
+                    "linears merged into it have different input orders",
+                    "quantize the model without act-order",
+                )
         return replace(
             first,
             words_NW=torch.cat([part.words_NW for part in parts]),

@@ -77,7 +77,7 @@ def read_shards(folder: Path, findings: Findings) -> Shards:
         if not (folder / INDEX).exists() and len(files) == 1:
             findings.error(SINGLE, f"not found, but {files[0]}", f"rename it to {SINGLE}")
         elif not (folder / INDEX).exists():
-            findings.error(INDEX, f"not found for {len(files)} shards", "fetch it again")
+            findings.error(INDEX, f"not found for {len(files)} shards", "download it again")
     for name in on_disk:
         if name not in files:
             findings.warning(name, "is not listed in the index", "remove it, or fix the index")
@@ -133,7 +133,7 @@ def _read_index(folder: Path, findings: Findings) -> tuple[dict[str, str], int |
         return {}, None
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        findings.error(INDEX, "has no weight_map", "fetch it again")
+        findings.error(INDEX, "has no weight_map", "download it again")
         return {}, None
     weight_map = {}
     for name, file_name in listed.items():

@@ -26,7 +26,7 @@ from formats.checkpoint import CONFIG, read_json
 from formats.codecs import mxfp4
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import loads_in
-from formats.errors import CheckpointError, InputError
+from formats.errors import COPY_BLOCK, CheckpointError, InputError
 from formats.files.model_path import (
     check_is_no_adapter,
     gguf_name,
@@ -70,7 +70,7 @@ from formats.mistral.verdicts import verdicts_of_format
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
 from formats.quality.record import Quality, read_quality
-from formats.quant_config import BLOCK, COPY_BLOCK, QuantConfig, find_block, second_file
+from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
 from formats.rules import LAYER_NUMBER, natural_key
 
 
@@ -80,7 +80,9 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     if not folder.is_dir():
         raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise CheckpointError(str(folder), "cannot be read: Permission denied")
+        raise CheckpointError(
+            str(folder), "cannot be read: Permission denied", "allow reading: chmod u+rx"
+        )
     check_is_no_adapter(folder)
     findings = Findings()
     config = _read_config(folder, findings)

@@ -87,7 +87,7 @@ def _why_not(
             number = LAYER_NUMBER.search(linear.name)
             layer = -1 if number is None else int(number[1])
             is_end = state_end is not None and linear.name.endswith(state_end)
-            if is_end and (mixer.beside_attention or family.has_state(layer, config)):
+            if is_end and (mixer.parallel_to_attention or family.has_state(layer, config)):
                 shard_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
             elif inputs in BY_HEAD and sizes.get("num_attention_heads"):
                 heads, kv_heads = family.heads_of_layer(layer, config)

@@ -33,7 +33,7 @@ def check_values(shards: Shards, findings: Findings) -> None:
             _check_values(entry, findings)
         except OSError as error:
             findings.error(
-                name, f"cannot be read from {entry.file.name}: {error}", "fetch the file again"
+                name, f"cannot be read from {entry.file.name}: {error}", "download the file again"
             )
 
 
@@ -50,7 +50,7 @@ def _check_values(entry: TensorEntry, findings: Findings) -> None:
         findings.error(
             entry.name,
             f"{count} of {math.prod(entry.shape)} values are NaN or infinite, the first at {place}",
-            "fetch the file again, or quantize again from a model without",
+            "download the file again, or quantize again from a model without",
         )
 
 

@@ -38,7 +38,11 @@ def read_headers(files: list[Path]) -> dict[str, TensorEntry]:
     for path in files:
         entries = read_header(path)
         for name in entries.keys() & found.keys():
-            raise CheckpointError(name, f"is in two files, one of them {path.name}")
+            raise CheckpointError(
+                name,
+                f"is in two files, one of them {path.name}",
+                "remove the file that does not belong to the model",
+            )
         found.update(entries)
     return found
 
@@ -49,7 +53,9 @@ def presented(stored: Mapping[str, TensorEntry], names: NameMap) -> dict[str, Te
     for name, entry in stored.items():
         own, heads = names.tensor(name), names.heads_of(name, entry.shape)
         if own in found:
-            raise CheckpointError(name, f"is a second tensor for {own}")
+            raise CheckpointError(
+                name, f"is a second tensor for {own}", "download the published files again"
+            )
         if heads is None:
             found[own] = replace(entry, name=own)
         else:

@@ -46,11 +46,11 @@ def weight_files(source: Path) -> list[Path]:
         return files
     listed = read_json(source / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(str(source / INDEX), "has no weight_map", "fetch it again")
+        raise CheckpointError(str(source / INDEX), "has no weight_map", "download it again")
     names = {path.name for path in files}
     for name in set(map(str, listed.values())) - names:
         raise CheckpointError(
-            str(source / INDEX), f"lists {name!r:.80}, which is missing", "fetch the model again"
+            str(source / INDEX), f"lists {name!r:.80}, which is missing", "download the model again"
         )
     return [path for path in files if path.name in set(listed.values())]
 
@@ -95,7 +95,7 @@ def _float_dtype(stored: Mapping[str, "TensorEntry"]) -> str:
     """Return the dtype of the embedding, which is never quantized."""
     entry = stored.get("tok_embeddings.weight")
     if entry is None:
-        raise CheckpointError("tensor 'tok_embeddings.weight'", "is missing", "fetch it again")
+        raise CheckpointError("tensor 'tok_embeddings.weight'", "is missing", "download it again")
     return entry.stored_as
 
 

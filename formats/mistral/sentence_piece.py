@@ -15,7 +15,7 @@ from formats.files.json_file import size_of_file
 MAX_BYTES = 2**26
 NORMAL = 1
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-REMEDY = "fetch it again"
+REMEDY = "download it again"
 
 
 class Piece(NamedTuple):

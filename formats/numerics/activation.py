@@ -32,12 +32,18 @@ def check_input_scale(
     wanted = spec is not None and not spec.dynamic
     if (scale is not None) != wanted:
         found = "is missing" if wanted else "has no meaning in this scheme"
-        raise CheckpointError(f"{name}.input_scale", found)
+        raise CheckpointError(
+            f"{name}.input_scale",
+            found,
+            "download the weights and config.json again, or calibrate again",
+        )
     if scale is not None and (
         scale.numel() != 1 or not torch.isfinite(scale).all() or not (scale > 0).all()
     ):
         raise CheckpointError(
-            f"{name}.input_scale", "expected one finite number above 0", "calibrate again"
+            f"{name}.input_scale",
+            f"expected one finite number above 0, found {scale.flatten()[:4].tolist()}",
+            "calibrate again",
         )
 
 

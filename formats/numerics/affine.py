@@ -89,6 +89,7 @@ def choose_scales(
         raise CheckpointError(
             name,
             f"expected a float weight [N, K], found {weight_NK.dtype} {list(weight_NK.shape)}",
+            "pass a 2-d tensor of floats",
         )
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
@@ -101,7 +102,11 @@ def choose_scales(
     if importance_K is not None:
         importance_GL = importance_K.float().view(num_groups, -1)
         if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
-            raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
+            raise SchemeError(
+                name,
+                "the importance of its inputs must be finite, 0 or more",
+                "calibrate on other texts, or round without importances",
+            )
         # a group whose inputs all have importance 0 uses equal weights
         importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
     check_finite(name, weight_NK)
@@ -330,6 +335,7 @@ def off_grid(
         raise CheckpointError(
             "weight",
             f"{list(weight_NK.shape)} does not fit a grid of {list(scales_NG.shape)} scales",
+            "pass weights of the layer that the scales belong to",
         )
     check_finite("weight", weight_NK)
     groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))

@@ -33,7 +33,9 @@ def packed_length(length: int, bits: int) -> int:
     codes, words = _period(bits)
     if length % codes:
         raise SchemeError(
-            f"{length} codes of {bits} bits", f"the number must be divisible by {codes}"
+            f"{length} codes of {bits} bits",
+            f"the number must be divisible by {codes}",
+            "pad the codes to a multiple",
         )
     return length // codes * words
 
@@ -62,6 +64,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
         raise SchemeError(
             f"{words.shape[-1]} words of {bits}-bit codes",
             f"the number must be divisible by {period_words}",
+            "download the checkpoint again",
         )
     mask = 2**bits - 1
     if period_words == 1 and words.numel() <= FEW_WORDS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, tensor_error
 from formats.in_memory.dense import DenseWeight
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import CHANNEL, QuantSpec
@@ -38,7 +38,7 @@ def decode_4bit(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) ->
     state_field = STATES.get(spec.type, "")
     for field in ("weight", "weight.absmax", "weight.quant_map", state_field):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     state = _state(tensors[state_field], spec.type, f"{name}.{state_field}")
     N, K = state["shape"]
     codes = _nibbles(tensors["weight"], N * K, f"{name}.weight")
@@ -56,14 +56,14 @@ def decode_8bit(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) ->
     """Decode symmetric codes with a scale for each output, SCB / 127. Raises CheckpointError."""
     for field in ("weight", "SCB"):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     codes_NK, largest = tensors["weight"], tensors["SCB"]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight", f"expected int8 [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}"
         )
     if largest.dtype != torch.float32 or largest.numel() != codes_NK.shape[0]:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.SCB",
             f"expected float32 [{codes_NK.shape[0]}], found {largest.dtype} {list(largest.shape)}",
         )
@@ -98,7 +98,7 @@ def _state(tensor: torch.Tensor, kind: str, name: str) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise ValueError(f"found a JSON {type(state).__name__}")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(name, f"is not a JSON object as bytes: {error}"[:200]) from None
+        raise tensor_error(name, f"is not a JSON object as bytes: {error}"[:200]) from None
     shape, size = state.get("shape"), state.get("blocksize")
     wanted = {
         "quant_type": state.get("quant_type") == kind,
@@ -110,7 +110,7 @@ def _state(tensor: torch.Tensor, kind: str, name: str) -> dict[str, Any]:
     }
     for key, is_right in wanted.items():
         if not is_right:
-            raise CheckpointError(name, f"its {key} cannot be {state.get(key)!r:.80}")
+            raise tensor_error(name, f"its {key} cannot be {state.get(key)!r:.80}")
     return state
 
 
@@ -118,7 +118,7 @@ def _nibbles(words: torch.Tensor, count: int, name: str) -> torch.Tensor:
     """Unpack `count` codes from bytes stored in any dtype; the high half of a byte comes first."""
     data = words.contiguous().flatten().view(torch.uint8)
     if data.numel() != -(-count // 2):
-        raise CheckpointError(
+        raise tensor_error(
             name, f"expected {-(-count // 2)} bytes for {count} codes, found {data.numel()}"
         )
     return torch.stack([data >> 4, data & 15], -1).flatten()[:count]
@@ -130,12 +130,12 @@ def _absmax(
     """Return the largest magnitude of each block, float32 [B]."""
     stored = tensors["weight.absmax"].flatten()
     if stored.numel() != num_blocks:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight.absmax", f"expected {num_blocks} blocks, found {stored.numel()}"
         )
     is_nested = "weight.nested_absmax" in tensors
     if is_nested != (stored.dtype == torch.uint8) or not (is_nested or stored.is_floating_point()):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight.absmax",
             f"expected bytes with nested_absmax, else floats, found {stored.dtype}",
         )
@@ -143,17 +143,17 @@ def _absmax(
         return stored.float()
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or not 32 <= size <= 4096:
-        raise CheckpointError(name, f"its nested_blocksize cannot be {size!r:.80}")
+        raise tensor_error(name, f"its nested_blocksize cannot be {size!r:.80}")
     if not isinstance(offset, int | float) or not math.isfinite(offset):
-        raise CheckpointError(name, f"its nested_offset cannot be {offset!r:.80}")
+        raise tensor_error(name, f"its nested_offset cannot be {offset!r:.80}")
     field = "weight.nested_quant_map"
     if field not in tensors:
-        raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+        raise tensor_error(f"{name}.{field}", "is missing")
     table = _table(tensors[field], 256, f"{name}.{field}")
     outer = tensors["weight.nested_absmax"].flatten()
     wanted = -(-num_blocks // size)
     if outer.numel() != wanted or not outer.is_floating_point():
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight.nested_absmax",
             f"expected {wanted} floats, found {outer.dtype} {list(outer.shape)}",
         )
@@ -163,9 +163,9 @@ def _absmax(
 
 def _table(values: torch.Tensor, length: int, name: str) -> torch.Tensor:
     if values.numel() != length or not values.is_floating_point():
-        raise CheckpointError(
+        raise tensor_error(
             name, f"expected {length} floats, found {values.dtype} {list(values.shape)}"
         )
     if not torch.isfinite(values).all():
-        raise CheckpointError(name, "contains NaN or infinity", "fetch it again")
+        raise CheckpointError(name, "contains NaN or infinity", "download it again")
     return values.flatten().float()

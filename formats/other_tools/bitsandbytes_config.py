@@ -3,7 +3,7 @@
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import block_error, unsupported_error
 from formats.other_tools.bitsandbytes import EIGHT_BIT_SPEC, TABLES, four_bit_spec
 from formats.rules import float_modules
 from formats.scheme import Scheme
@@ -18,12 +18,15 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     four, eight = (block.get(f"load_in_{bits}bit", False) for bits in (4, 8))
     for key, value in (("load_in_4bit", four), ("load_in_8bit", eight)):
         if not isinstance(value, bool):
-            raise CheckpointError(f"{BLOCK}.{key}", f"expected true or false, found {value!r:.80}")
+            raise block_error(f"{BLOCK}.{key}", f"expected true or false, found {value!r:.80}")
     if four == eight:
-        raise CheckpointError(f"{BLOCK}.load_in_4bit", "expected it or load_in_8bit to be true")
+        raise block_error(
+            f"{BLOCK}.load_in_4bit",
+            f"expected either it or load_in_8bit to be true, found {four} for both",
+        )
     kind = block.get("bnb_4bit_quant_type", "fp4")
     if four and kind not in TABLES:
-        raise CheckpointError(
+        raise unsupported_error(
             f"{BLOCK}.bnb_4bit_quant_type",
             f"expected one of {', '.join(TABLES)}, found {kind!r:.80}",
         )

@@ -7,7 +7,13 @@ Legend: N outputs, K inputs.
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import (
+    DOWNLOAD_BOTH,
+    QUANTIZE_FLOAT,
+    CheckpointError,
+    tensor_error,
+    unsupported_error,
+)
 from formats.in_memory.dense import DenseWeight
 from formats.scheme import QuantSpec
 
@@ -30,28 +36,28 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
     """Decode the weight in the dtype of its scales. Raises CheckpointError."""
     for field in (CODES, "scale", "zero", "shape", "axis", "nbits"):
         if field not in tensors:
-            remedy = "the checkpoint is incomplete"
+            remedy = DOWNLOAD_BOTH
             if field in ("scale", "zero"):
-                remedy = "quantized scales are not supported; quantize the float original"
+                remedy = f"{QUANTIZE_FLOAT}: quantized scales are not supported"
             raise CheckpointError(f"{name}.{field}", "is missing", remedy)
     bits, axis = (_number(tensors[field], f"{name}.{field}") for field in ("nbits", "axis"))
     if bits != spec.bits:
-        raise CheckpointError(f"{name}.nbits", f"config.json states {spec.bits}, found {bits}")
+        raise tensor_error(f"{name}.nbits", f"config.json states {spec.bits}, found {bits}")
     if axis not in (0, 1):
-        raise CheckpointError(f"{name}.axis", f"expected 0 or 1, found {axis}")
+        raise tensor_error(f"{name}.axis", f"expected 0 or 1, found {axis}")
     shape = tensors["shape"].flatten().tolist()
     if len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
-        raise CheckpointError(f"{name}.shape", f"expected N and K, found {shape[:4]}")
+        raise tensor_error(f"{name}.shape", f"expected N and K, found {shape[:4]}")
     N, K = shape
     scale, zero = tensors["scale"], tensors["zero"]
     length = spec.group_length(N if axis == 0 and spec.group_size < 0 else K)
     if N * K % length:
-        raise CheckpointError(name, f"{N * K} weights are not divisible by the group size {length}")
+        raise tensor_error(name, f"{N * K} weights are not divisible by the group size {length}")
     groups = N * K // length
     wanted = (1, groups) if axis == 0 else (groups, 1)
     for field, part in (("scale", scale), ("zero", zero)):
         if part.shape != wanted or part.dtype not in DTYPES:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name}.{field}",
                 f"expected floats {list(wanted)}, found {part.dtype} {list(part.shape)}",
             )
@@ -66,7 +72,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
 
 def _number(tensor: torch.Tensor, name: str) -> int:
     if tensor.numel() != 1 or tensor.is_floating_point():
-        raise CheckpointError(name, f"expected one number, found {tensor.dtype} {tensor.shape}")
+        raise tensor_error(name, f"expected one number, found {tensor.dtype} {tensor.shape}")
     return int(tensor)
 
 
@@ -75,19 +81,18 @@ def _codes(
 ) -> torch.Tensor:
     """Unpack to uint8 [rows, columns]; if `viewed`, the words are stored as another dtype."""
     if bits not in PACKED:
-        raise CheckpointError(name, f"{bits} bits: supported are {', '.join(map(str, PACKED))}")
+        raise unsupported_error(name, f"{bits} bits: supported are {', '.join(map(str, PACKED))}")
     per_word, dtype = PACKED[bits]
     packed_rows = -(-rows // per_word)
     if not viewed and (words.dtype, words.shape) != (dtype, (packed_rows, columns)):
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected {dtype} {[packed_rows, columns]} for {rows} x {columns} codes of {bits}"
             f" bits, found {words.dtype} {list(words.shape)}",
-            "the file is damaged, or its settings are another linear's",
         )
     data = words.contiguous().flatten().view(torch.uint8)
     if data.numel() != packed_rows * columns * dtype.itemsize:
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected {packed_rows * columns * dtype.itemsize} bytes for {rows} x {columns} codes"
             f" of {bits} bits, found {data.numel()}",

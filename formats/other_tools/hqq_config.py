@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, QUANTIZE_FLOAT, CheckpointError, block_error
 from formats.other_tools.hqq import PACKED
 from formats.rules import Rule, float_modules
 from formats.scheme import CHANNEL, QuantSpec, Scheme, checked_group_size
@@ -18,7 +18,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a QuantConfig. Raises CheckpointError, naming the key."""
     stated = block.get("quant_config")
     if not isinstance(stated, dict) or not stated or len(stated) > MAX_NAMES:
-        raise CheckpointError(WHERE, f"expected an object, found {stated!r:.80}")
+        raise block_error(WHERE, f"expected an object, found {stated!r:.80}")
     skipped = float_modules(block.get("skip_modules"), f"{BLOCK}.skip_modules")
     if PARAMETERS in stated:
         scheme, rules = _scheme(stated, WHERE), ()
@@ -39,23 +39,23 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 def _scheme(stated: Any, where: str) -> Scheme:
     if not isinstance(stated, dict) or not isinstance(stated.get(PARAMETERS), Mapping):
-        raise CheckpointError(where, f"expected an object with {PARAMETERS}")
+        raise block_error(where, f"expected an object with {PARAMETERS}, found {stated!r:.80}")
     values = stated[PARAMETERS]
     for key in ("scale_quant_params", "zero_quant_params"):
         if stated.get(key) is not None:
             raise CheckpointError(
                 f"{where}.{key}",
                 "quantized scales and zero points are not supported",
-                "quantize the float original",
+                QUANTIZE_FLOAT,
             )
     bits = values.get("nbits")
     if type(bits) is not int or bits not in PACKED:
         raise CheckpointError(
             f"{where}.{PARAMETERS}.nbits",
             f"expected one of {', '.join(map(str, PACKED))}, found {bits!r:.40}",
-            "quantize the float original",
+            QUANTIZE_FLOAT,
         )
     size = values.get("group_size")
-    size = CHANNEL if size is None else checked_group_size(size, f"{where}: group size")
+    size = CHANNEL if size is None else checked_group_size(size, f"{where}: group size", COPY_BLOCK)
     spec = QuantSpec(bits=bits, symmetric=False, group_size=size, type="floatzero")
     return Scheme(weight=spec)

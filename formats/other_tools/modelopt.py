@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from formats.codecs import compressed_tensors
-from formats.errors import CheckpointError
+from formats.errors import tensor_error
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
@@ -29,7 +29,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
     """
     for field in ("weight", "weight_scale"):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing")
+            raise tensor_error(f"{name}.{field}", "is missing")
     if is_fp4(scheme.weight):
         weight = _decode_fp4(tensors, scheme, name)
     elif scheme.weight.type == "int" and scheme.weight.bits == 4:
@@ -53,7 +53,7 @@ def input_factors(
         or not factors.is_floating_point()
         or not torch.isfinite(factors).all()
     ):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.{PRE_SCALE}",
             f"expected {in_features} finite numbers, found {factors.dtype} {list(factors.shape)}",
         )
@@ -63,7 +63,7 @@ def input_factors(
 def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp4Weight:
     factor = tensors.get("weight_scale_2")
     if scheme.weight.type == "nvfp4" and factor is None:
-        raise CheckpointError(f"{name}.weight_scale_2", "is missing")
+        raise tensor_error(f"{name}.weight_scale_2", "is missing")
     if factor is not None:
         factor = one_scale(factor, f"{name}.weight_scale_2")
     return Fp4Weight(
@@ -79,14 +79,14 @@ def _decode_int4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) ->
     """Decode uint8 [N / 2, K]: the low four bits hold the signed number of an even output."""
     stored, scales_NG, spec = tensors["weight"], tensors["weight_scale"], scheme.weight
     if stored.dtype != torch.uint8 or stored.ndim != 2:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight",
             f"expected uint8 [N / 2, K], found {stored.dtype} {list(stored.shape)}",
         )
     N, K = 2 * stored.shape[0], stored.shape[1]
     spec.check_shape(name, N, K)
     if scales_NG.shape != (N, spec.num_groups(K)):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.weight_scale",
             f"expected {[N, spec.num_groups(K)]}, found {list(scales_NG.shape)}",
         )

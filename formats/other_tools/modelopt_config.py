@@ -11,7 +11,7 @@ from typing import Any
 from formats.checkpoint import read_json
 from formats.codecs.config_fields import BLOCK
 from formats.codecs.kv_cache import KEY, read_kv_scheme
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error, unsupported_error
 from formats.patterns import wildcard
 from formats.rules import MAX_RULES, Rule
 from formats.scheme import (
@@ -73,7 +73,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a QuantConfig. Raises CheckpointError, naming the key."""
     values = block.get("quantization", block)
     if not isinstance(values, dict):
-        raise CheckpointError(f"{BLOCK}.quantization", f"expected an object, found {values!r:.80}")
+        raise block_error(f"{BLOCK}.quantization", f"expected an object, found {values!r:.80}")
     kv_cache = _kv_cache(values)
     excluded = values.get("exclude_modules", values.get("ignore")) or []
     rules = [
@@ -86,7 +86,9 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     if algorithm == MIXED:
         named = values.get("quantized_layers")
         if not isinstance(named, dict) or not named or len(named) > MAX_RULES:
-            raise CheckpointError(f"{BLOCK}.quantized_layers", "expected an object with a name")
+            raise block_error(
+                f"{BLOCK}.quantized_layers", f"expected an object with a name, found {named!r:.80}"
+            )
         found = {
             name: _scheme(keys, f"{BLOCK}.quantized_layers[{name[:80]!r}]")
             for name, keys in named.items()
@@ -140,7 +142,7 @@ def completed(folder: Path, block: dict[str, Any]) -> dict[str, Any]:
 def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
     """Return (scheme, input rounding that is not applied here) of an algorithm."""
     if not isinstance(keys, dict):
-        raise CheckpointError(where, f"expected an object, found {keys!r:.80}")
+        raise block_error(where, f"expected an object, found {keys!r:.80}")
     algorithm = keys.get("quant_algo")
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name in REFUSED:
@@ -161,16 +163,18 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
         raise CheckpointError(
             f"{where}.config_groups",
             f"expected weights of {scheme.weight.bits} bits with {algorithm}, found {bits!r:.80}",
-            "take the config.json of this checkpoint",
+            "copy config.json from the original checkpoint",
         )
     size = keys.get("group_size") or _weight_key(keys, "group_size")
     fixed = scheme.weight.group_size
     if name == "W4A16_AWQ":
-        size = checked_group_size(size or DEFAULT_GROUP_SIZE, f"{where}.group_size: group size")
+        size = checked_group_size(
+            size or DEFAULT_GROUP_SIZE, f"{where}.group_size: group size", COPY_BLOCK
+        )
         weight = QuantSpec(bits=4, symmetric=True, group_size=size)
         return Scheme(weight=weight), unrounded
     if size and scheme.weight.type in (*FP4_TYPES, "float") and fixed != CHANNEL and size != fixed:
-        raise CheckpointError(
+        raise unsupported_error(
             f"{where}.group_size", f"expected {fixed} with {algorithm}, found {size!r:.80}"
         )
     return scheme, unrounded
@@ -211,7 +215,7 @@ def _names(value: Any, where: str) -> list[str]:
         or len(value) > MAX_RULES
         or not all(isinstance(name, str) and name for name in value)
     ):
-        raise CheckpointError(where, "expected a list of names and patterns")
+        raise block_error(where, f"expected a list of names and patterns, found {value!r:.80}")
     return value
 
 

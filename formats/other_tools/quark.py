@@ -8,7 +8,7 @@ Legend: N outputs, K inputs, G groups.
 import torch
 
 from formats.codecs import awq, compressed_tensors
-from formats.errors import CheckpointError
+from formats.errors import tensor_error
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
@@ -28,7 +28,7 @@ def decode(
     """
     for field in ("weight", "weight_scale"):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing")
+            raise tensor_error(f"{name}.{field}", "is missing")
     if is_fp4(scheme.weight):
         weight = Fp4Weight(
             bytes_NB=tensors["weight"],
@@ -43,7 +43,9 @@ def decode(
     # zeros of symmetric integers are all 0
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and scheme.weight.symmetric and bool(zeros.any()):
-        raise CheckpointError(f"{name}.weight_zero_point", f"expected zeros for {scheme}")
+        raise tensor_error(
+            f"{name}.weight_zero_point", f"expected only zeros for {scheme}, found other numbers"
+        )
     kept = {field: t for field, t in tensors.items() if field != "weight_zero_point"}
     return compressed_tensors.decode(kept, scheme, name)
 
@@ -59,7 +61,7 @@ def _decode_int4(
     }
     for field, tensor in words.items():
         if tensor.dtype != torch.int32 or tensor.ndim != 2:
-            raise CheckpointError(
+            raise tensor_error(
                 f"{name} {field}",
                 f"expected a 2-d int32 tensor, found {tensor.dtype} {list(tensor.shape)}",
             )

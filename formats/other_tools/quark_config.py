@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, CheckpointError, block_error, unsupported_error
 from formats.patterns import wildcard
 from formats.rules import MAX_RULES, Rule
 from formats.scheme import (
@@ -43,7 +43,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         )
     order = export.get("pack_method", "reorder")
     if order not in ("reorder", "order"):
-        raise CheckpointError(
+        raise unsupported_error(
             f"{BLOCK}.export.pack_method", f"expected 'reorder' or 'order', found {order!r:.80}"
         )
     for key in ("layer_type_quant_config", "softmax_quant_spec"):
@@ -51,11 +51,13 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{BLOCK}.{key}", "is not supported", "quantize the float model")
     excluded = block.get("exclude") or []
     if not isinstance(excluded, list) or not all(isinstance(n, str) and n for n in excluded):
-        raise CheckpointError(f"{BLOCK}.exclude", "expected a list of names and patterns")
+        raise block_error(
+            f"{BLOCK}.exclude", f"expected a list of names and patterns, found {excluded!r:.80}"
+        )
     rules = [Rule(kind="regex", text=_pattern(name), scheme=None) for name in excluded]
     named = block.get("layer_quant_config") or {}
     if not isinstance(named, dict) or len(named) + len(rules) > MAX_RULES:
-        raise CheckpointError(f"{BLOCK}.layer_quant_config", "expected an object")
+        raise block_error(f"{BLOCK}.layer_quant_config", f"expected an object, found {named!r:.80}")
     reasons = []
     for pattern, keys in named.items():
         where = f"{BLOCK}.layer_quant_config[{pattern[:80]!r}]"
@@ -68,7 +70,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         rules.append(Rule(kind="all", scheme=None))
         scheme = next((rule.scheme for rule in rules if rule.scheme is not None), None)
         if scheme is None:
-            raise CheckpointError(f"{BLOCK}.global_quant_config", "names no weight to quantize")
+            raise block_error(f"{BLOCK}.global_quant_config", "names no weight to quantize")
     return {
         "scheme": scheme,
         "rules": tuple(rules),
@@ -84,9 +86,9 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme | None, str]:
     """Return (scheme, input rounding that is not applied here), or None for float."""
     keys = {} if keys is None else keys
     if not isinstance(keys, dict):
-        raise CheckpointError(where, f"expected an object, found {keys!r:.80}")
+        raise block_error(where, f"expected an object, found {keys!r:.80}")
     if keys.get("bias") is not None:
-        raise CheckpointError(f"{where}.bias", "is not supported: biases must be float")
+        raise unsupported_error(f"{where}.bias", "is not supported: biases must be float")
     if keys.get("weight") is None:
         return None, ""
     weight = _weight(keys["weight"], f"{where}.weight")
@@ -100,7 +102,7 @@ def _weight(keys: Any, where: str) -> QuantSpec:
             where, f"has {len(keys)} rounding steps, expected one", "quantize the float model"
         )
     if not isinstance(keys, dict):
-        raise CheckpointError(where, f"expected an object, found {keys!r:.80}")
+        raise block_error(where, f"expected an object, found {keys!r:.80}")
     dtype, share, size = keys.get("dtype"), keys.get("qscheme"), keys.get("group_size")
     is_mx = keys.get("scale_format") == "e8m0" and size == FP4_TYPES["mxfp4"]
     match dtype, share:
@@ -114,7 +116,7 @@ def _weight(keys: Any, where: str) -> QuantSpec:
         case "int8", "per_channel" | "per_tensor":
             return QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
         case "int4" | "uint4", "per_group":
-            size = checked_group_size(size, f"{where}.group_size: group size")
+            size = checked_group_size(size, f"{where}.group_size: group size", COPY_BLOCK)
             # the file has zero points even for symmetric integers
             return QuantSpec(bits=4, symmetric=dtype == "int4", group_size=size)
     raise CheckpointError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import QUANTIZE_FLOAT, CheckpointError, tensor_error, unsupported_error
 from formats.files.padded_shapes import PADDED_FIELD, SHAPE_FIELD
 from formats.in_memory.dense import DenseWeight
 from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
@@ -37,15 +37,15 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Weigh
     """
     for field, problem in OTHERS.items():
         if field in tensors:
-            raise CheckpointError(f"{name}.{field}", problem, "quantize the float original")
+            raise CheckpointError(f"{name}.{field}", problem, QUANTIZE_FLOAT)
     spec = scheme.weight
     if spec.type == "floatzero" and SCALE_AND_ZERO in tensors:
         return _decode_tiles(tensors, spec, name)
     for field in (DATA, SCALE, *([ZERO] if spec.type == "floatzero" else [])):
         if field not in tensors:
-            raise CheckpointError(f"{name}.{field}", "is missing", "the checkpoint is incomplete")
+            raise tensor_error(f"{name}.{field}", "is missing")
     if tensors[SCALE].dtype not in SCALE_DTYPES:
-        raise CheckpointError(f"{name}.{SCALE}", f"expected floats, found {tensors[SCALE].dtype}")
+        raise tensor_error(f"{name}.{SCALE}", f"expected floats, found {tensors[SCALE].dtype}")
     if spec.type == "floatzero":
         return _decode_int4(tensors, spec, name)
     decoded = _decode_float8 if spec.type == "float" else _decode_integers
@@ -57,7 +57,7 @@ def _decode_float8(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str)
     codes_NK = _matrix(tensors[DATA], FP8_DTYPE, f"{name}.{DATA}")
     wanted, scales = scales_shape(spec, *codes_NK.shape), tensors[SCALE]
     if scales.numel() != wanted[0] * wanted[1]:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.{SCALE}", f"expected {list(wanted)}, found {list(scales.shape)}"
         )
     return Fp8Weight(codes_NK=codes_NK, scales_RC=scales.reshape(wanted), spec=spec)
@@ -70,7 +70,7 @@ def _decode_integers(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: st
     scales_NG = tensors[SCALE]
     num_groups = spec.num_groups(K) if K % spec.group_length(K) == 0 else 0
     if scales_NG.shape != (N, num_groups):
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.{SCALE}",
             f"expected {[N, num_groups]} in groups of {spec.group_length(K)},"
             f" found {list(scales_NG.shape)}",
@@ -79,9 +79,9 @@ def _decode_integers(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: st
     if zeros_NG is None:
         zeros_NG = torch.zeros(N, num_groups, dtype=torch.int8)
     if zeros_NG.is_floating_point() and not bool((zeros_NG == zeros_NG.round()).all()):
-        raise CheckpointError(f"{name}.{ZERO}", "expected whole numbers, found floats")
+        raise unsupported_error(f"{name}.{ZERO}", "expected whole numbers, found floats")
     if zeros_NG.shape != scales_NG.shape:
-        raise CheckpointError(
+        raise tensor_error(
             f"{name}.{ZERO}", f"expected {list(scales_NG.shape)}, found {list(zeros_NG.shape)}"
         )
     middle = spec.symmetric_zero
@@ -104,7 +104,8 @@ def _decode_int4(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -
         raise CheckpointError(
             f"{name}.{DATA}",
             f"expected int8 [N, K / 2], found {data.dtype} {list(data.shape)}",
-            "int4_packing_format plain and tile_packed_to_4d are read; quantize the float original",
+            "quantize the float model: only int4_packing_format plain and tile_packed_to_4d are"
+            " read",
         )
     bytes_NB = data.contiguous().view(torch.uint8)
     unsigned = torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1)
@@ -119,7 +120,7 @@ def _decode_int4(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -
 def _decode_tiles(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> DenseWeight:
     """Decode the codes of tile_packed_to_4d, continue as in `_decode_int4`, and remove padding."""
     if DATA not in tensors:
-        raise CheckpointError(f"{name}.{DATA}", "is missing", "the checkpoint is incomplete")
+        raise tensor_error(f"{name}.{DATA}", "is missing")
     codes_NK = unpack_tiles(tensors[DATA], f"{name}.{DATA}")
     (N, K), length = codes_NK.shape, spec.group_length(codes_NK.shape[1])
     num_groups = K // length if K % length == 0 else 0
@@ -128,7 +129,7 @@ def _decode_tiles(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) 
     shape = tensors[SHAPE].tolist() if SHAPE in tensors else [N, K]
     if len(shape) != 2 or not (N - N_PADDING < shape[0] <= N and K - K_PADDING < shape[1] <= K):
         raise CheckpointError(
-            f"{name}.{DATA}", f"holds {[N, K]}, its metadata states {shape}", "fetch it again"
+            f"{name}.{DATA}", f"holds {[N, K]}, its metadata states {shape}", "download it again"
         )
     whole = _scaled(codes_NK - 8, both_GN2[..., 0], both_GN2[..., 1], spec, name)
     return replace(whole, weight_NK=whole.weight_NK[: shape[0], : shape[1]].contiguous())
@@ -145,7 +146,7 @@ def unpack_tiles(words: torch.Tensor, name: str) -> torch.Tensor:
         raise CheckpointError(
             name,
             f"expected int32 [N / 8, K / 32W, 32, W], found {words.dtype} {list(words.shape)}",
-            "quantize the float original",
+            QUANTIZE_FLOAT,
         )
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     nibbles = (words[..., None] >> shifts & 15).to(torch.int8)
@@ -156,7 +157,7 @@ def unpack_tiles(words: torch.Tensor, name: str) -> torch.Tensor:
 
 def _check_floats(part: torch.Tensor, shape: tuple[int, ...], length: int, name: str) -> None:
     if part.shape != shape or part.dtype not in SCALE_DTYPES:
-        raise CheckpointError(
+        raise tensor_error(
             name,
             f"expected floats {list(shape)} in groups of {length},"
             f" found {part.dtype} {list(part.shape)}",
@@ -181,7 +182,7 @@ def _scaled(
 
 def _matrix(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if tensor.dtype != dtype or tensor.ndim != 2 or not tensor.numel():
-        raise CheckpointError(
+        raise tensor_error(
             name, f"expected {dtype} [N, K], found {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor

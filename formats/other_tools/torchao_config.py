@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, QUANTIZE_FLOAT, CheckpointError, block_error
 from formats.rules import Rule, float_modules
 from formats.scheme import (
     ALL,
@@ -21,7 +21,6 @@ from formats.scheme import (
 )
 
 WHERE = f"{BLOCK}.quant_type"
-ANEW = "quantize the float original"
 # Intx: torch's names of signed types -> bits
 INTX_BITS = {f"int{bits}": bits for bits in range(2, 9)}
 INT4_PACKINGS = ("plain", "tile_packed_to_4d")
@@ -40,20 +39,20 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             WHERE,
             f"expected a configuration object under 'default', found {stated!r:.120}",
-            f"older torchao files are pickles; {ANEW}",
+            f"older torchao files are pickles; {QUANTIZE_FLOAT}",
         )
     if block.get("include_input_output_embeddings"):
         raise CheckpointError(
             f"{BLOCK}.include_input_output_embeddings",
             "quantized embeddings are not supported",
-            ANEW,
+            QUANTIZE_FLOAT,
         )
     skipped = float_modules(block.get("modules_to_not_convert"), f"{BLOCK}.modules_to_not_convert")
     rules, others = (), []
     if kind in BY_NAME:
         named = data.get("fqn_to_config") or data.get("module_fqn_to_config")
         if not isinstance(named, dict) or not named or len(named) > MAX_NAMES:
-            raise CheckpointError(WHERE, f"{kind} names no modules", ANEW)
+            raise CheckpointError(WHERE, f"{kind} names no modules", QUANTIZE_FLOAT)
         rules, scheme, others = _by_name(named)
     else:
         scheme, unrounded = _scheme(kind, data)
@@ -85,7 +84,7 @@ def _by_name(named: Mapping[str, Any]) -> tuple[tuple[Rule, ...], Scheme, list[s
     rules.sort(key=lambda rule: rule.kind == "regex")
     main = default or next((rule.scheme for rule in rules if rule.scheme is not None), None)
     if main is None:
-        raise CheckpointError(WHERE, "quantizes no module", ANEW)
+        raise CheckpointError(WHERE, "quantizes no module", QUANTIZE_FLOAT)
     if default is None:
         rules.append(Rule(kind="all", scheme=None))
     return tuple(rules), main, others
@@ -94,17 +93,19 @@ def _by_name(named: Mapping[str, Any]) -> tuple[tuple[Rule, ...], Scheme, list[s
 def _object(value: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     """Return (class, fields) of a configuration object."""
     if not isinstance(value, dict) or not isinstance(value.get("_type"), str):
-        raise CheckpointError(where, f"expected an object with a _type, found {value!r:.120}")
+        raise block_error(where, f"expected an object with a _type, found {value!r:.120}")
     data = value.get("_data", {})
     if not isinstance(data, dict):
-        raise CheckpointError(where, f"expected fields as _data, found {data!r:.80}")
+        raise block_error(where, f"expected fields as _data, found {data!r:.80}")
     return value["_type"], data
 
 
 def _scheme(kind: str, data: Mapping[str, Any]) -> tuple[Scheme, str]:
     """Return (scheme, input rounding that is not applied here)."""
     if kind not in _READ:
-        raise CheckpointError(WHERE, f"{kind[:60]!r}: supported are {', '.join(_READ)}", ANEW)
+        raise CheckpointError(
+            WHERE, f"{kind[:60]!r}: supported are {', '.join(_READ)}", QUANTIZE_FLOAT
+        )
     return _READ[kind](data)
 
 
@@ -130,7 +131,9 @@ def _float8_dynamic(data: Mapping[str, Any]) -> tuple[Scheme, str]:
 
 def _float8_spec(data: Mapping[str, Any]) -> QuantSpec:
     if _value(data, "weight_dtype", "float8_e4m3fn") != "float8_e4m3fn":
-        raise CheckpointError(WHERE, f"expected float8_e4m3fn weights, found {data}"[:200], ANEW)
+        raise CheckpointError(
+            WHERE, f"expected float8_e4m3fn weights, found {data}"[:200], QUANTIZE_FLOAT
+        )
     rows = ALL if _per(data, of_weight=True) == "tensor" else 1
     return QuantSpec(bits=8, symmetric=True, group_size=CHANNEL, rows=rows, type="float")
 
@@ -142,13 +145,18 @@ def _int4(data: Mapping[str, Any]) -> tuple[Scheme, str]:
             WHERE,
             f"int4_packing_format {packing[:40]!r} is the layout of one kernel;"
             f" {' and '.join(INT4_PACKINGS)} are read",
-            ANEW,
+            QUANTIZE_FLOAT,
         )
     if packing != "plain" and data.get("int4_tile_packed_ntile", 8) != 8:
         raise CheckpointError(
-            WHERE, "int4_tile_packed_ntile: expected 8; others are AMD's order of inputs", ANEW
+            WHERE,
+            "int4_tile_packed_ntile: expected 8, found"
+            f" {data['int4_tile_packed_ntile']!r:.40}, AMD's order of inputs",
+            QUANTIZE_FLOAT,
         )
-    size = checked_group_size(data.get("group_size", DEFAULT_GROUP_SIZE), f"{WHERE}: group size")
+    size = checked_group_size(
+        data.get("group_size", DEFAULT_GROUP_SIZE), f"{WHERE}: group size", COPY_BLOCK
+    )
     return Scheme(weight=QuantSpec(bits=4, symmetric=False, group_size=size, type="floatzero")), ""
 
 
@@ -157,7 +165,7 @@ def _intx(data: Mapping[str, Any]) -> tuple[Scheme, str]:
     packing = _value(data, "intx_packing_format", "UNPACKED_TO_INT8")
     if dtype not in INTX_BITS or packing.upper() != "UNPACKED_TO_INT8":
         raise CheckpointError(
-            WHERE, f"{dtype[:40]} as {packing[:40]}: supported is UNPACKED_TO_INT8", ANEW
+            WHERE, f"{dtype[:40]} as {packing[:40]}: supported is UNPACKED_TO_INT8", QUANTIZE_FLOAT
         )
     mapping = _value(data, "weight_mapping_type", "") or _value(data, "mapping_type", "SYMMETRIC")
     return Scheme(
@@ -192,7 +200,7 @@ def _value(data: Mapping[str, Any], key: str, default: str) -> str:
     if value is None:
         return default
     if not isinstance(value, str):
-        raise CheckpointError(f"{WHERE} {key}", f"expected a name, found {value!r:.80}")
+        raise block_error(f"{WHERE} {key}", f"expected a name, found {value!r:.80}")
     return value
 
 
@@ -204,12 +212,14 @@ def _groups(data: Mapping[str, Any]) -> int:
         kind, fields = _object(stated, f"{WHERE} granularity")
         if kind not in ("PerRow", "PerAxis", "PerGroup"):
             raise CheckpointError(
-                f"{WHERE} granularity", f"expected PerRow or PerGroup, found {kind[:40]!r}", ANEW
+                f"{WHERE} granularity",
+                f"expected PerRow or PerGroup, found {kind[:40]!r}",
+                QUANTIZE_FLOAT,
             )
         size = fields.get("group_size") if kind == "PerGroup" else None
     if size is None:
         return CHANNEL
-    return checked_group_size(size, f"{WHERE}: group size")
+    return checked_group_size(size, f"{WHERE}: group size", COPY_BLOCK)
 
 
 def _per(data: Mapping[str, Any], of_weight: bool = False) -> str:
@@ -223,6 +233,8 @@ def _per(data: Mapping[str, Any], of_weight: bool = False) -> str:
     known = {"PerRow": "token", "PerTensor": "tensor"}
     if kind not in known:
         raise CheckpointError(
-            f"{WHERE} granularity", f"expected PerRow or PerTensor, found {kind[:40]!r}", ANEW
+            f"{WHERE} granularity",
+            f"expected PerRow or PerTensor, found {kind[:40]!r}",
+            QUANTIZE_FLOAT,
         )
     return known[kind]

@@ -1,7 +1,7 @@
 """Quantization formats of other tools that are not supported, with a description of each.
 
 `quant_method` of config.json -> (tool, its format). The remedy is the same for all: quantize the
-float original, since no supported format can store their numbers. Needs no torch.
+float model, since no supported format can store their numbers. Needs no torch.
 """
 
 METHODS: dict[str, tuple[str, str]] = {
@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "mlx": ("MLX", "affine weights packed for Apple GPUs"),
 }
 REMEDY = (
-    "quantize the float original with qserve quantize MODEL; `qserve convert` does not read this"
+    "quantize the float model with qserve quantize MODEL; `qserve convert` does not read this"
     " format"
 )
 # keys of MLX's block, which has no quant_method; the third is optional

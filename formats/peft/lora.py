@@ -19,7 +19,7 @@ from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
 from formats.files.channel_factors import ChannelFactors
 from formats.files.side_files import CHANNEL_FACTORS
-from formats.peft.lora_config import WEIGHTS, LoraConfig
+from formats.peft.lora_config import SAVE_AGAIN, WEIGHTS, LoraConfig
 
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -154,7 +154,7 @@ def read_adapter(
             str(folder),
             f"{config.source} lists {missing[0]}, but the file has no tensors for it"
             f" ({len(missing)} such modules)",
-            "was it trained on this model?",
+            "use an adapter that was trained on this model",
         )
     pairs = {}
     for module, parts in names.items():
@@ -166,7 +166,11 @@ def read_adapter(
 
 def _check_wanted(folder: Path, is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise CheckpointError(str(folder), "loading was stopped: no request waits for it any more")
+        raise CheckpointError(
+            str(folder),
+            "loading was stopped: no request waits for it any more",
+            "send the request again",
+        )
 
 
 class _File:
@@ -185,10 +189,14 @@ class _File:
         self.path = folder / PICKLE
         if not self.path.is_file():
             raise CheckpointError(
-                str(folder), f"has neither {WEIGHTS} nor {PICKLE}", "fetch it again"
+                str(folder), f"has neither {WEIGHTS} nor {PICKLE}", "download it again"
             )
         if self.path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(str(self.path), f"is larger than {MAX_BYTES} bytes")
+            raise CheckpointError(
+                str(self.path),
+                f"is larger than {MAX_BYTES} bytes",
+                f"save the adapter as {WEIGHTS}, which is read in parts",
+            )
         path = self.path
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -200,7 +208,11 @@ class _File:
             for name, value in found.items()
         )
         if not tensors:
-            raise CheckpointError(str(self.path), "expected tensors by name", "save it again")
+            raise CheckpointError(
+                str(self.path),
+                f"expected tensors by name, found {type(found).__name__}",
+                SAVE_AGAIN,
+            )
         self._pickled = found
         self.entries = {name: (tuple(t.shape), t.dtype) for name, t in found.items()}
 
@@ -215,7 +227,7 @@ class _File:
             file.seek(entry.offset)
             data = bytearray(entry.num_bytes)
             if file.readinto(data) != entry.num_bytes:
-                raise CheckpointError(str(self.path), f"ends inside {name}", "fetch it again")
+                raise CheckpointError(str(self.path), f"ends inside {name}", "download it again")
         return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
 
 
@@ -244,9 +256,9 @@ def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
             raise CheckpointError(
                 f"{file.path}: {name}",
                 f"adapts {stored}, which is not a linear of this model that can be adapted",
-                "was it trained on this model? Attention and feed-forwards can be adapted, but not"
-                " embeddings, heads, routers and experts; `qserve merge` takes a float model's"
-                " linears",
+                "use an adapter that was trained on this model, without embeddings, heads,"
+                " routers and experts; `qserve merge` takes adapters of any linear of a float"
+                " model",
             )
         found.setdefault(module, {})[ENDS[end]] = name
     return found
@@ -262,10 +274,10 @@ def _check_pair(
 ) -> None:
     subject = f"{file.path}: {module}"
     if len(parts) != 2:
-        raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "fetch it again")
+        raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "download it again")
     if not config.adapts(module):
         raise CheckpointError(
-            subject, f"has tensors, and {config.source} does not name it", "fix one of the two"
+            subject, f"has tensors, and {config.source} does not name it", SAVE_AGAIN
         )
     (N, K), rank = shapes[module], config.rank_of(module)
     for part, shape in (("A", (rank, K)), ("B", (N, rank))):
@@ -274,10 +286,12 @@ def _check_pair(
             raise CheckpointError(
                 f"{subject} lora_{part}",
                 f"expected {list(shape)}, found {list(found)}",
-                "was it trained on this model, with these ranks?",
+                "use an adapter that was trained on this model, with these ranks",
             )
         if not dtype.is_floating_point:
-            raise CheckpointError(f"{subject} lora_{part}", f"expected floats, found {dtype}")
+            raise CheckpointError(
+                f"{subject} lora_{part}", f"expected floats, found {dtype}", SAVE_AGAIN
+            )
     if max_rank is not None and rank > max_rank:
         raise CheckpointError(
             subject, f"expected a rank of at most {max_rank}, found {rank}", "raise --max-lora-rank"

@@ -21,6 +21,7 @@ MAX_CONFIG_BYTES = 1_000_000
 MAX_NAMES = 4096  # names in one key
 MAX_NAME_CHARS = 500
 MAX_EXPRESSIONS = 256  # expressions in one key; plain names do not count
+SAVE_AGAIN = "save the adapter again with PEFT"
 MERGE = "merge it into the float model with PEFT's merge_and_unload, and quantize that"
 
 # Keys without effect on what a trained adapter computes.
@@ -85,7 +86,9 @@ class LoraConfig:
         """Check and read the parsed file. Raises CheckpointError."""
         if config.get("peft_type") != "LORA":
             raise CheckpointError(
-                f"{source} peft_type", f"expected 'LORA', found {config.get('peft_type')!r:.100}"
+                f"{source} peft_type",
+                f"expected 'LORA', found {config.get('peft_type')!r:.100}",
+                MERGE,
             )
         _check_refused(config, source)
         rank = _rank(f"{source} r", config.get("r", 8))
@@ -192,21 +195,29 @@ def _check_refused(config: Mapping[str, Any], source: str) -> None:
 
 def _rank(subject: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise CheckpointError(subject, f"expected 1 to {MAX_RANK}, found {value!r:.100}")
+        raise CheckpointError(
+            subject,
+            f"expected 1 to {MAX_RANK}, found {value!r:.100}",
+            f"train an adapter of rank {MAX_RANK} or less, or {MERGE}",
+        )
     return value
 
 
 def _number(subject: str, value: Any) -> float:
     if type(value) not in (int, float) or not fits_float32(value):
         found = f"{value!r:.100}" if type(value) is not int else f"{len(str(value))} digits"
-        raise CheckpointError(subject, f"expected a number within float32, found {found}")
+        raise CheckpointError(
+            subject, f"expected a number within float32, found {found}", SAVE_AGAIN
+        )
     return float(value)
 
 
 def _flag(source: str, key: str, config: Mapping[str, Any]) -> bool:
     value = config.get(key, False)
     if type(value) is not bool and value is not None:
-        raise CheckpointError(f"{source} {key}", f"expected true or false, found {value!r:.100}")
+        raise CheckpointError(
+            f"{source} {key}", f"expected true or false, found {value!r:.100}", SAVE_AGAIN
+        )
     return bool(value)
 
 
@@ -219,7 +230,9 @@ def _names(subject: str, value: Any, needed: bool = False) -> str | tuple[str, .
     if is_list and (value or not needed):
         _check_names(subject, value)
         return tuple(value)
-    raise CheckpointError(subject, f"expected names or an expression, found {value!r:.100}")
+    raise CheckpointError(
+        subject, f"expected names or an expression, found {value!r:.100}", SAVE_AGAIN
+    )
 
 
 def _layers(source: str, value: Any) -> frozenset[int] | None:
@@ -228,7 +241,9 @@ def _layers(source: str, value: Any) -> frozenset[int] | None:
     numbers = value if isinstance(value, list) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise CheckpointError(
-            f"{source} layers_to_transform", f"expected numbers of layers, found {value!r:.100}"
+            f"{source} layers_to_transform",
+            f"expected numbers of layers, found {value!r:.100}",
+            SAVE_AGAIN,
         )
     return frozenset(numbers)
 
@@ -239,7 +254,9 @@ def _layers_pattern(source: str, value: Any) -> tuple[str, ...]:
     for name in names:
         if not name.replace("_", "a").isalnum():
             raise CheckpointError(
-                f"{source} layers_pattern", f"expected the name of a list, found {name!r:.100}"
+                f"{source} layers_pattern",
+                f"expected the name of a list, found {name!r:.100}",
+                SAVE_AGAIN,
             )
     return names
 
@@ -247,7 +264,9 @@ def _layers_pattern(source: str, value: Any) -> tuple[str, ...]:
 def _pattern(source: str, key: str, config: Mapping[str, Any], check: Any) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"{source} {key}", f"expected an object, found {value!r:.100}")
+        raise CheckpointError(
+            f"{source} {key}", f"expected an object, found {value!r:.100}", SAVE_AGAIN
+        )
     _check_names(f"{source} {key}", value)
     num_expressions = sum(not _is_plain(name) for name in value)
     if num_expressions > MAX_EXPRESSIONS:
@@ -259,10 +278,15 @@ def _pattern(source: str, key: str, config: Mapping[str, Any], check: Any) -> di
 def _check_names(subject: str, names: Collection[str]) -> None:
     """Raise CheckpointError if names are more or longer than any model needs."""
     if len(names) > MAX_NAMES:
-        raise CheckpointError(subject, f"expected at most {MAX_NAMES}, found {len(names)}")
+        raise CheckpointError(
+            subject,
+            f"expected at most {MAX_NAMES}, found {len(names)}",
+            "use an expression or shorter names in place of the list",
+        )
     longest = max(names, key=len, default="")
     if len(longest) > MAX_NAME_CHARS:
         raise CheckpointError(
             subject,
             f"expected names of at most {MAX_NAME_CHARS} characters, found one of {len(longest)}",
+            "use an expression or shorter names in place of the list",
         )

@@ -115,8 +115,8 @@ def takes_gluon(heads_per_kv_head: int, max_query_len: int) -> bool:
 def gluon_warps(programs: int, sm_count: int) -> int:
     """Return the warps of a block of sm90_decode_8bit.py.
 
-    An SM holds 8 warps, whatever their blocks. A block first looks up its request, then its pages,
-    and at the end merges its warps. While one of many small blocks waits for these, others load.
+    An SM holds 8 of these warps, in blocks of any size. A block first looks up its request, then
+    its pages, and at the end merges its warps. With many small blocks, others load while one waits.
     """
     warps = 4
     while warps > 1 and programs * warps // 2 >= 4 * sm_count:

@@ -143,7 +143,7 @@ def paged_attention(
     limbs         return the result [T, H D] as limbs, for the next linear
     inputs_ready  the tensors of `step` were complete before the previous kernel started, so they
                   may be read while it still runs
-    kernel        requests a row of attention/rows.py, or forbids some with a leading minus
+    kernel        names a row of attention/rows.py, or excludes rows with a leading minus
 
     Row i of a request with `count` rows has position context_length - count + i; its key must
     already be in the pages. Rows that see no key are zero. Rows beyond the last request are
@@ -209,12 +209,12 @@ def paged_attention(
 
 
 def _given(**options: object) -> dict[str, object]:
-    """Return the options that are given. Kernels without them do not take their names."""
+    """Return the options that are set: kernels that do not support an option do not take it."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _is_divided(step: AttentionStep, group: int, cache: PagedKv, kernel: str | None) -> bool:
-    """Return True if the step's decodes run in a kernel for few rows, apart from its chunks.
+    """Return True if the step's decodes run separately from its chunks, in a kernel for few rows.
 
     Kernels with a fixed order of sums compute each row alike, so they gain nothing. Over 8- and
     4-bit pages the portable kernel is slower than the one for chunks.

@@ -15,6 +15,7 @@ from qserve.agent_check.session import APIS, Session
 from qserve.agent_check.settings import AgentCheckConfig
 from qserve.agent_check.tasks import TASKS, Task
 from qserve.commands.client_http import ServerClient, ServerError
+from qserve.errors import LEAVE_OUT
 
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 PASSED, FAILED, NOT_RUN = "ok", "FAILED", "-"
@@ -54,7 +55,9 @@ def run_tasks(url: str, config: AgentCheckConfig) -> list[Outcome]:
     known = [task.name for task in TASKS]
     for name in config.task:
         if name not in known:
-            raise InputError("--task", f"expected some of {', '.join(known)}, found {name!r}")
+            raise InputError(
+                "--task", f"expected some of {', '.join(known)}, found {name!r}", LEAVE_OUT
+            )
     key = config.api_key or next(filter(None, map(os.environ.get, KEYS)), None)
     client = ServerClient(url, key)
     return [

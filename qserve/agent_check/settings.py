@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve.command_line.setting import check_settings, setting
+from qserve.errors import LEAVE_OUT
 
 APIS = ("chat", "responses", "messages")
 
@@ -36,4 +37,6 @@ class AgentCheckConfig:
         check_settings(self)
         for name in self.api:
             if name not in APIS:
-                raise InputError("--api", f"expected some of {', '.join(APIS)}, found {name!r}")
+                raise InputError(
+                    "--api", f"expected some of {', '.join(APIS)}, found {name!r}", LEAVE_OUT
+                )

@@ -42,9 +42,17 @@ def _read(path: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(path, f"expected the JSON file of a result: {one_line(error)}") from None
+        raise InputError(
+            path,
+            f"expected the JSON file of a result: {one_line(error)}",
+            "give the result file of a `qserve bench` command",
+        ) from None
     if not isinstance(found, dict):
-        raise InputError(path, f"expected a JSON object, found {type(found).__name__}")
+        raise InputError(
+            path,
+            f"expected a JSON object, found {type(found).__name__}",
+            "give the result file of a `qserve bench` command",
+        )
     return found
 
 

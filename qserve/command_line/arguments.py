@@ -167,7 +167,9 @@ class _FileParser(argparse.ArgumentParser):
         self._source = source
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(self._source, message.removeprefix("argument "), "correct the file")
+        raise InputError(
+            self._source, message.removeprefix("argument "), "correct this setting in the file"
+        )
 
 
 # Suffixes of integers, as in vLLM: 4k is 4,000, 4K is 4,096.

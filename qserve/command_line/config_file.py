@@ -46,9 +46,13 @@ def read_mapping(path: str) -> dict[str, Any]:
             path, f"cannot be read: {error.strerror}", "choose another file"
         ) from error
     except Exception as error:  # each of the three parsers raises its own types
-        raise InputError(path, f"cannot be read: {one_line(error)}", "correct the file") from error
+        raise InputError(
+            path, f"cannot be read: {one_line(error)}", "correct the line that it names"
+        ) from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise InputError(path, "expected a mapping of flags to values", "correct the file")
+        raise InputError(
+            path, "expected a mapping of flags to values", "write lines such as `max-num-seqs: 64`"
+        )
     return found
 
 
@@ -77,16 +81,28 @@ def as_arguments(
             raise InputError(path, f"{name} is not a setting of this command", remedy)
         if known[name] is bool:
             if not isinstance(value, bool):
-                raise InputError(path, f"{name}: expected true or false, found {value!r}")
+                raise InputError(
+                    path,
+                    f"{name}: expected true or false, found {value!r}",
+                    "write true or false without quotes",
+                )
             arguments += [f"--{name}"] * value
             continue
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
         if isinstance(value, list) and typing.get_origin(known[name]) is not list:
-            raise InputError(path, f"{name}: expected one value, found {value!r:.100}")
+            raise InputError(
+                path,
+                f"{name}: expected one value, found {value!r:.100}",
+                "write one scalar after the colon",
+            )
         if any(isinstance(each, dict | list | bool) for each in values):
-            raise InputError(path, f"{name}: expected a string or a number, found {value!r}")
+            raise InputError(
+                path,
+                f"{name}: expected a string or a number, found {value!r}",
+                "put other values in quotes",
+            )
         arguments += [f"--{name}={each}" for each in values]
     return arguments
 

@@ -27,7 +27,9 @@ def with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
         with open(config.config, encoding="utf-8") as file:
             stated = yaml.safe_load(file)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(config.config, f"is not valid YAML: {one_line(error)}") from None
+        raise InputError(
+            config.config, f"is not valid YAML: {one_line(error)}", "repair the line that it names"
+        ) from None
     fields = {each.name: each for each in dataclasses.fields(QuantizeConfig)}
     known = fields.keys() - set(NOT_IN_A_RECIPE)
     if not isinstance(stated, dict) or not stated.keys() <= known:
@@ -35,6 +37,7 @@ def with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
         raise InputError(
             config.config,
             f"expected a mapping of settings such as scheme and recipe, found {found!r:.200}",
+            "write one `name: value` a line",
         )
     hints = typing.get_type_hints(QuantizeConfig)
     taken = {}
@@ -43,7 +46,11 @@ def with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
         if getattr(config, name) != default:
             continue
         if not _is_of(value, hints[name]):
-            raise InputError(f"{config.config}: {name}", f"expected {hints[name]}, found {value!r}")
+            raise InputError(
+                f"{config.config}: {name}",
+                f"expected {hints[name]}, found {value!r}",
+                "`qserve quantize --help` describes the setting",
+            )
         taken[name] = value
     return dataclasses.replace(config, **taken)
 

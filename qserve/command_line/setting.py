@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from formats.errors import InputError
+from qserve.errors import LEAVE_OUT
 
 NUMBERS = (int, float, int | None, float | None)  # types of settings that are numbers
 REQUIRED = MISSING  # as a setting's default: the flag is required
@@ -51,20 +52,26 @@ def check_settings(config: object) -> None:
                 continue
         if allowed["choices"] is not None and value not in allowed["choices"]:
             raise InputError(
-                flag, f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}"
+                flag,
+                f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}",
+                LEAVE_OUT,
             )
         if each.type in NUMBERS and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise InputError(flag, f"expected a number, found {value!r:.80}")
+            raise InputError(flag, f"expected a number, found {value!r:.80}", LEAVE_OUT)
         low, high = allowed["low"], allowed["high"]
         if low is not None and not low <= value <= (math.inf if high is None else high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"
-            raise InputError(flag, f"expected {expected}, found {value}")
+            raise InputError(flag, f"expected {expected}, found {value}", LEAVE_OUT)
         if allowed.get("above") is not None and not value > allowed["above"]:
-            raise InputError(flag, f"expected more than {allowed['above']}, found {value}")
+            raise InputError(
+                flag, f"expected more than {allowed['above']}, found {value}", LEAVE_OUT
+            )
 
 
 def check_key(source: str, key: str) -> None:
     """Raise InputError for an API key that no client can send. The error does not show the key."""
     # HTTP strips white space at the ends of a header.
     if not key or key != key.strip():
-        raise InputError(source, "expected a key without white space at its ends")
+        raise InputError(
+            source, "expected a key without white space at its ends", "remove the white space"
+        )

@@ -17,6 +17,7 @@ from formats.names import (
     RECIPES,
 )
 from qserve.command_line.setting import REQUIRED, check_settings, setting
+from qserve.errors import LEAVE_OUT
 from qserve.hub.settings import HubSettings
 
 
@@ -161,7 +162,9 @@ class QuantizeConfig(HubSettings):
         check_settings(self)
         if isinstance(self.group_size, str) and self.group_size != AUTO_GROUPS:
             raise InputError(
-                "--group-size", f"expected a number or {AUTO_GROUPS}, found {self.group_size!r}"
+                "--group-size",
+                f"expected a number or {AUTO_GROUPS}, found {self.group_size!r}",
+                LEAVE_OUT,
             )
 
 

@@ -22,6 +22,7 @@ from qserve.command_line.command import Command
 from qserve.command_line.setting import check_settings, setting
 from qserve.commands.invariance_requests import draw_params, draw_prompts
 from qserve.config import EngineConfig
+from qserve.errors import LEAVE_OUT
 
 if TYPE_CHECKING:
     from qserve.library.outputs import RequestOutput
@@ -63,7 +64,7 @@ class InvarianceConfig:
         for name in self.comparison:
             if name not in COMPARISONS:
                 expected = f"expected one of {', '.join(COMPARISONS)}, found {name!r}"
-                raise InputError("--comparison", expected)
+                raise InputError("--comparison", expected, LEAVE_OUT)
 
     def has(self, *comparisons: str) -> bool:
         """True if at least one of these comparisons was requested."""

@@ -23,7 +23,11 @@ class ServerClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError("--url", f"expected http://HOST:PORT/v1, found {url!r}")
+            raise InputError(
+                "--url",
+                f"expected http://HOST:PORT/v1, found {url!r}",
+                "give the address that the server printed, such as http://127.0.0.1:8000/v1",
+            )
         # Also accept the URL that servers print, without /v1.
         self._parts, self._path = parts, parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}

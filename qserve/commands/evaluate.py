@@ -58,6 +58,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
             "--sequence-length",
             f"expected at most {longest}, the model's maximum length,"
             f" found {config.sequence_length}",
+            f"use --sequence-length {longest}",
         )
     runs = [lambda window, llm=llm: _logits(llm, window) for llm in llms]
     shown: dict[str, Any] = {"model": model, "text": config.text}

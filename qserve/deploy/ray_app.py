@@ -49,7 +49,9 @@ def build(arguments: Mapping[str, Any]) -> Application:
     unknown = arguments.keys() - {"model", *ARGUMENTS}
     if unknown or not isinstance(arguments.get("model"), str):
         raise InputError(
-            "args", f"expected model and optionally {', '.join(ARGUMENTS)}, found {dict(arguments)}"
+            "args",
+            f"expected model and optionally {', '.join(ARGUMENTS)}, found {dict(arguments)}",
+            "add model to args in the application's YAML file",
         )
     settings = {}
     for name, kind in ARGUMENTS.items():
@@ -59,7 +61,11 @@ def build(arguments: Mapping[str, Any]) -> Application:
         fields = {each.name for each in dataclasses.fields(kind)}
         if values.keys() - fields:
             wrong = ", ".join(sorted(values.keys() - fields))
-            raise InputError(f"args {name}", f"has unknown keys: {wrong}")
+            raise InputError(
+                f"args {name}",
+                f"has unknown keys: {wrong}",
+                "remove them, or write the names of `qserve serve`'s flags with _",
+            )
         settings[name] = kind(**values)
     return application(settings["engine"], settings["server"], settings["replicas"])
 
@@ -195,7 +201,9 @@ def serve_on_ray(
         try:
             serve.run(app, name=APP, route_prefix="/")
         except RuntimeError as error:
-            raise InputError(engine.model, _reason(error)) from error
+            raise InputError(
+                engine.model, _reason(error), "the replica's log in Ray's dashboard has the details"
+            ) from error
         scheme = "https" if server.ssl_certfile else "http"
         name = server.model_names(engine.model)[0]
         print(f"Serving {name} on {scheme}://{server.host}:{port}", flush=True)

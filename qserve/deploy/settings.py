@@ -62,6 +62,7 @@ class DeploySettings:
             raise InputError(
                 "--max-replicas",
                 f"expected at least --replicas ({self.replicas}), found {self.max_replicas}",
+                "raise it, or lower --replicas",
             )
         if self.backend is None:
             for name, default in (("replicas", 1), ("max_replicas", None)):
@@ -79,7 +80,9 @@ class DeploySettings:
             name, equals, folder = each.partition("=")
             if not (equals and name and folder) or name in found:
                 raise InputError(
-                    "--multiplexed-model", f"expected NAME=FOLDER, each name once, found {each!r}"
+                    "--multiplexed-model",
+                    f"expected NAME=FOLDER, each name once, found {each!r}",
+                    "give each adapter another name",
                 )
             found[name] = folder
         return found

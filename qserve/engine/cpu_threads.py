@@ -9,7 +9,7 @@ from qserve.config import EngineConfig
 SET_BY_USER = "OMP_NUM_THREADS"  # torch reads it itself
 
 
-def beside_a_server(
+def with_server_core(
     config: EngineConfig, *, num_cores: int, environment: Mapping[str, str] = os.environ
 ) -> EngineConfig:
     """Return the settings of an engine that shares its machine with an HTTP server.

@@ -329,7 +329,11 @@ class Engine:
         pool, page_size = self.scheduler.pool, self.config.block_size
         longest = min(self.max_model_len, pool.num_free * page_size)
         if not 0 < len(token_ids) <= longest:
-            raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
+            raise InputError(
+                "sequence",
+                f"expected 1 to {longest} tokens, found {len(token_ids)}",
+                "give a shorter text, or raise --max-model-len",
+            )
         self._input_processor.check_tokens("sequence", token_ids)
         self._input_processor.check_media("sequence", media, len(token_ids))
         pages: list[int] = []

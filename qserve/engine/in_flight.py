@@ -103,7 +103,7 @@ class InFlightSteps:
                 late = self._masks.late(plan, self.workers.is_computing)
                 step = step.with_masks(plan, self._rows, late)
                 handle = self.workers.launch_sampling(step)
-                plan = plan.leave_out_(late) if late else plan
+                plan = plan.drop_late_samples_(late) if late else plan
             else:
                 with self.ranges.around(plan):
                     handle = self.workers.launch(step)

@@ -138,7 +138,11 @@ class InputProcessor:
         vocab_size = self._model.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-            raise InputError(subject, f"token id {wrong} is not in 0..{vocab_size - 1}")
+            raise InputError(
+                subject,
+                f"token id {wrong} is not in 0..{vocab_size - 1}",
+                "encode the text with this model's tokenizer",
+            )
 
     def _check_positions(self, subject: str, last: int) -> None:
         """Raise InputError if video frames have positions beyond the model's rotary table."""
@@ -200,7 +204,11 @@ class InputProcessor:
         ):
             token = max(tokens, default=0)
             if token > most:
-                raise InputError(f"{subject} {name}", f"token id {token} is not in 0..{most}")
+                raise InputError(
+                    f"{subject} {name}",
+                    f"token id {token} is not in 0..{most}",
+                    "encode the text with this model's tokenizer",
+                )
         if params.bad_words and not params.bad_words_token_ids:
             raise InputError(
                 f"{subject} bad_words", "have no token ids", "also pass bad_words_token_ids"

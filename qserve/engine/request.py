@@ -124,7 +124,7 @@ class Request:
 
     @property
     def flow(self) -> Flow:
-        """The unit of fair scheduling."""
+        """Client and group: the unit of fair scheduling."""
         return self.client, self.group
 
     @property
@@ -198,7 +198,7 @@ class Request:
             num_rejected=facts.num_rejected + num_rejected,
         )
 
-    def wait_again(self) -> None:
+    def reset_after_preemption(self) -> None:
         """Reset the request after a preemption."""
         self.status = Status.WAITING
         self.num_computed = self.num_inserted = 0

@@ -18,7 +18,7 @@ from formats.quality.record import QUALITY, read_quality
 from formats.table import names_text
 from qkernels import QuantLinear
 
-REMEDY = "quantize the model again, or fetch the folder again; --no-check skips this check"
+REMEDY = "quantize the model again, or download the folder again; --no-check skips this check"
 logger = logging.getLogger(__name__)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from formats.errors import InputError
+from qserve.errors import LEAVE_OUT
 
 FLAG = "--kv-transfer-config"
 PEER = "peer"  # pages go directly between engines of one host (peer/)
@@ -59,7 +60,11 @@ class KvTransferConfig:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise InputError(FLAG, f"expected a JSON object, found {text!r:.200}")
+            raise InputError(
+                FLAG,
+                f"expected a JSON object, found {text!r:.200}",
+                f'for example {FLAG} \'{{"kv_connector": "folder", "kv_role": "kv_both"}}\'',
+            )
         if found.pop("kv_load_failure_policy", "recompute") != "recompute":
             raise InputError(
                 FLAG,
@@ -75,11 +80,22 @@ class KvTransferConfig:
             )
         config = cls(**{"connector": ""} | {NAMES[k]: v for k, v in found.items() if k in NAMES})
         if not isinstance(config.connector, str) or not config.connector:
-            raise InputError(FLAG, "expected kv_connector: folder, peer, nixl, or module:Class")
+            raise InputError(
+                FLAG,
+                "kv_connector: expected folder, peer, nixl, or module:Class, found"
+                f" {config.connector!r:.80}",
+                'for example {"kv_connector": "folder"}',
+            )
         if config.role not in ROLES:
             raise InputError(
-                FLAG, f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}"
+                FLAG,
+                f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}",
+                LEAVE_OUT,
             )
         if not isinstance(config.extra, dict):
-            raise InputError(FLAG, "kv_connector_extra_config: expected an object")
+            raise InputError(
+                FLAG,
+                f"kv_connector_extra_config: expected an object, found {config.extra!r:.80}",
+                'for example {"path": "/dev/shm/kv"}',
+            )
         return config

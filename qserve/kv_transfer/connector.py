@@ -49,7 +49,9 @@ def _import(path: str) -> Callable[[Mapping[str, Any], int], KvConnector]:
         f"kv_connector: expected one of {', '.join((*CONNECTORS, PEER, NIXL))}, or module:Class"
     )
     if not module:
-        raise InputError(FLAG, f"{expected}, found {path!r}")
+        raise InputError(
+            FLAG, f"{expected}, found {path!r}", "name an importable module and its class"
+        )
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError, one_line
+from qserve.errors import LEAVE_OUT
 from qserve.kv_transfer.config import FLAG
 from qserve.kv_transfer.secret import read_secret
 
@@ -75,9 +76,15 @@ class FolderConnector:
             )
         path, most = settings.get("path"), settings.get("max_gb", DEFAULT_GB)
         if not isinstance(path, str) or not path:
-            raise InputError(f"{FLAG} path", f"expected a folder, found {path!r}")
+            raise InputError(
+                f"{FLAG} path",
+                f"expected a folder, found {path!r}",
+                "give the path of a folder that all engines can write to",
+            )
         if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
-            raise InputError(f"{FLAG} max_gb", f"expected a number above 0, found {most!r}")
+            raise InputError(
+                f"{FLAG} max_gb", f"expected a number above 0, found {most!r}", LEAVE_OUT
+            )
         secret = read_secret(settings.get("secret_file"))
         return cls(Path(path), page_bytes, max_bytes=most * GIB, secret=secret)
 

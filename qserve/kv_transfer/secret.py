@@ -25,6 +25,8 @@ def read_secret(path: object) -> bytes:
         ) from error
     if not 16 <= len(secret) <= MAX_SECRET_BYTES:
         raise InputError(
-            f"{FLAG} secret_file", f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}"
+            f"{FLAG} secret_file",
+            f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}",
+            "write one with: openssl rand -hex 32",
         )
     return secret

@@ -25,6 +25,7 @@ from qserve.engine.control.commands import (
     WakeUp,
 )
 from qserve.engine.ipc.start_engines import Engines
+from qserve.errors import relayed_error
 from qserve.hub.local import weights_folder
 from qserve.library.outputs import EngineDeadError
 
@@ -152,6 +153,7 @@ class AsyncControl(ABC):
             raise InputError(
                 f"collective_rpc {method!r:.60}",
                 f"is not supported; known: {RELOAD}, load_weights, update_weights, sleep, wake_up",
+                "call one of these, or a method of AsyncLLM",
             )
         return [None]
 
@@ -164,5 +166,5 @@ class AsyncControl(ABC):
         if problem and not client.is_alive:
             raise EngineDeadError(problem)
         if problem:
-            raise InputError("engine", problem)
+            raise relayed_error("engine", problem)
         return outcome

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from formats.errors import InputError
+from qserve.errors import relayed_error
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.library.llm_engine import LLMEngine
 from qserve.library.prompts import PromptType, read_prompt, request_options_of
@@ -44,7 +45,7 @@ def run(
             while core.has_work():
                 for event in core.step():
                     if event.finish_reason == "error":
-                        raise InputError(f"request {event.request_id}", event.error)
+                        raise relayed_error(f"request {event.request_id}", event.error)
                     done[event.request_id] = event.beams
                     bar.update()
     except BaseException:

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from qserve.errors import LEAVE_OUT, relayed_error
 from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
 from qserve.library.prompts import PromptType, TokensPrompt, read_prompt, request_options_of
@@ -136,7 +137,7 @@ def run(
             while core.has_work():
                 for event in core.step():
                     if event.finish_reason == "error":
-                        raise InputError(f"request {event.request_id}", event.error)
+                        raise relayed_error(f"request {event.request_id}", event.error)
                     values = np.frombuffer(event.pooled, "<f4")
                     ids = tokens[event.request_id]
                     if kinds[event.request_id] == ALL:
@@ -181,5 +182,7 @@ def only_texts(pairs: Sequence[tuple[ScoreInput, ScoreInput]]) -> list[tuple[str
 def kind_of(task: str) -> str | None:
     """Return the kind of pooling for a task. Raises InputError for a task that is not in TASKS."""
     if task not in TASKS:
-        raise InputError("pooling_task", f"expected one of {', '.join(TASKS)}, found {task!r}")
+        raise InputError(
+            "pooling_task", f"expected one of {', '.join(TASKS)}, found {task!r}", LEAVE_OUT
+        )
     return TASKS[task]

@@ -81,7 +81,11 @@ def media_of(prompt: Any) -> Media:
         return Media([], [])
     if not isinstance(stated, Mapping) or set(stated) - {"image", VIDEO}:
         found = sorted(map(str, stated)) if isinstance(stated, Mapping) else type(stated).__name__
-        raise InputError(MEDIA, f"{EXPECTED}, found {found}")
+        raise InputError(
+            MEDIA,
+            f"{EXPECTED}, found {found}",
+            f"for example {{'prompt': '...', {MEDIA!r}: {{'image': image}}}}",
+        )
     images = stated.get("image")
     images = list(images) if isinstance(images, list | tuple) else [images]
     return Media(
@@ -154,7 +158,7 @@ def _decoded(part: str, value: Any) -> Any:
         raise InputError(
             f"messages part of type {part!r}",
             f"expected a data: URL, found {url!r:.100}",
-            f"fetch it, and give it as {{'type': {kind!r}, {kind!r}: ...}}",
+            f"download it, and give it as {{'type': {kind!r}, {kind!r}: ...}}",
         )
     limits = MediaLimits()
     data = read_data_url(url, limits.num_bytes(kind), kind)

@@ -50,7 +50,11 @@ def read_prompt(
         unknown = prompt.keys() - {*PROMPT_KEYS, CACHE_SALT, MEDIA}
         if unknown or not given:
             found = ", ".join(sorted(map(str, prompt)))
-            raise InputError("prompt", f"expected a dict with prompt or prompt_token_ids: {found}")
+            raise InputError(
+                "prompt",
+                f"expected a dict with prompt or prompt_token_ids: {found}",
+                'give {"prompt": "..."} or {"prompt_token_ids": [...]}',
+            )
         if not takes_media and any(media_of(prompt)):
             raise InputError(MEDIA, "is not supported by this call", "use generate or LLM.chat")
         text = prompt.get("prompt")
@@ -73,10 +77,16 @@ def token_list(ids: Iterable[int], expected: str = "a list of token ids") -> lis
         found = [*map(operator.index, ids)]
     except TypeError:
         problem = f"expected {expected}, found {ids!r:.80}"
-        raise InputError("prompt", problem) from None
+        raise InputError(
+            "prompt", problem, "pass it as text, or encode it with the tokenizer"
+        ) from None
     if found and not 0 <= min(found) <= max(found) <= MAX_TOKEN_ID:
         wrong = next(each for each in found if not 0 <= each <= MAX_TOKEN_ID)
-        raise InputError("prompt", f"token id {wrong} is not in the vocabulary")
+        raise InputError(
+            "prompt",
+            f"token id {wrong} is not in the vocabulary",
+            "encode the text with this model's tokenizer",
+        )
     return found
 
 
@@ -99,7 +109,7 @@ def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
         found = [prompts] if isinstance(prompts, bytes | bytearray) else list(prompts)
     except TypeError:
         problem = f"expected a prompt or a list of prompts, found {prompts!r:.80}"
-        raise InputError("prompts", problem) from None
+        raise InputError("prompts", problem, "put the prompts in a list") from None
     return [found] if found and isinstance(found[0], Integral) else found
 
 

@@ -25,9 +25,14 @@ class LoRARequest:
             raise ParameterError(
                 "lora_name",
                 f"expected 1 to {MAX_NAME} printable characters, found {self.lora_name[:300]!r}",
+                "give a shorter name of printable characters",
             )
         if self.lora_int_id < 1:
-            raise ParameterError("lora_int_id", f"expected 1 or more, found {self.lora_int_id}")
+            raise ParameterError(
+                "lora_int_id",
+                f"expected 1 or more, found {self.lora_int_id}",
+                "number adapters from 1",
+            )
 
 
 def parse_modules(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
@@ -47,8 +52,16 @@ def _parse(text: str) -> tuple[str, str]:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise InputError("--lora-modules", f"is not valid JSON: {error}") from None
+            raise InputError(
+                "--lora-modules",
+                f"is not valid JSON: {error}",
+                "write --lora-modules NAME=FOLDER instead",
+            ) from None
         name, path = value.get("name"), value.get("path")
     if not (isinstance(name, str) and name and isinstance(path, str) and path):
-        raise InputError("--lora-modules", f"expected NAME=FOLDER, found {text[:300]!r}")
+        raise InputError(
+            "--lora-modules",
+            f"expected NAME=FOLDER, found {text[:300]!r}",
+            "write --lora-modules NAME=FOLDER",
+        )
     return name, path

@@ -144,7 +144,7 @@ class CacheSpec:
         return False
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         """Bytes that a step over the longest context needs in addition to the largest step."""
         return 0
 

@@ -20,7 +20,7 @@ from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_counts, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
 from formats.codecs import mxfp4
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.files.model_path import MISTRAL_INDEX, model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
@@ -35,7 +35,6 @@ from qserve.multimodal.families import VisionConfig
 # Limit for a wrong config.json, since tables of this width are made before tensors are read. The
 # largest known head size is 576.
 MAX_HEAD_DIM = 4096
-COPY_CONFIG = "copy config.json from the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,5 +374,9 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
         if value is not None:
             found += value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in found):
-        raise InputError(f"{folder} eos_token_id", f"expected token ids, found {found!r:.100}")
+        raise InputError(
+            f"{folder} eos_token_id",
+            f"expected token ids, found {found!r:.100}",
+            "copy generation_config.json and config.json from the original model",
+        )
     return frozenset(token for token in found if 0 <= token < config.vocab_size)

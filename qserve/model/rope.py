@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.files.json_file import fits_float32
 
 
@@ -41,7 +41,11 @@ class RopeConfig:
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
-            raise InputError("config.json rope_type", f"expected one of {known}, found {kind!r}")
+            raise InputError(
+                "config.json rope_type",
+                f"expected one of {known}, found {kind!r}",
+                COPY_CONFIG,
+            )
         theta, rotated = (
             float(rope["rope_theta"]),
             int(dim * rope.get("partial_rotary_factor", 1.0)),

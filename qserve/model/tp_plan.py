@@ -401,7 +401,7 @@ def _input_shards(
                 yield _widths(_feature_shards(config, sizes, linear, prefix, size))
         if placement is not None:
             yield [len(each) for each in placement.of_layer(number)]
-        elif experts and experts.fused and experts.stand_in(number, config.values):
+        elif experts and experts.fused and experts.is_in(number, config.values):
             name = f"{prefix}.{experts.module}"
             yield _widths(shard_features(name, sizes[experts.down.inputs], size, None))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from formats.checkpoint import CheckpointReader
-from formats.errors import InputError, one_line
+from formats.errors import CHECK_ACCESS, InputError, one_line
 from qserve.multimodal.decode import decode_image
 from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.media import MediaItem
@@ -171,7 +171,11 @@ def _encode_chat(
     except InputError:
         raise
     except Exception as error:  # a template raises exceptions of any kind
-        raise InputError(SUBJECT, f"the chat template rejects it: {one_line(error)}") from None
+        raise InputError(
+            SUBJECT,
+            f"the chat template rejects it: {one_line(error)}",
+            "send roles and an order of messages that the template supports",
+        ) from None
 
 
 def without_images(
@@ -212,6 +216,7 @@ def _image_of(part: Mapping[str, Any], fields: Sequence[str], folder: Path) -> "
             SUBJECT,
             f"has a content part of type {part['type']} without a path, a data: URL or base64 in"
             f" {fields[0]}",
+            "give one of these",
         )
     try:
         return decode_image(_bytes_of(found, folder), MAX_PIXELS)
@@ -230,10 +235,12 @@ def _bytes_of(text: str, folder: Path) -> bytes:
             if path.is_file():
                 return path.read_bytes()
         except (OSError, ValueError) as error:
-            raise InputError("file", f"cannot be read: {one_line(error)}") from None
+            raise InputError("file", f"cannot be read: {one_line(error)}", CHECK_ACCESS) from None
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InputError(
-            "text", f"is no file below {folder}, no data: URL and no base64", "correct the path"
+            "text",
+            f"is no file below {folder}, no data: URL and no base64",
+            "give the path relative to the file of chats",
         ) from None

@@ -58,7 +58,7 @@ def decode_image(data: bytes, max_pixels: int) -> "Image":
 def check_size(image: "Image", max_pixels: int) -> None:
     width, height = image.size
     if width < 1 or height < 1:
-        raise InputError(SUBJECT, "has no pixels")
+        raise InputError(SUBJECT, "has no pixels", "send another image")
     if width * height > max_pixels:
         raise _too_large(max_pixels, f": {width} x {height}")
     if max(width, height) > MAX_SIDE:

@@ -122,7 +122,7 @@ def _check_count(count: int, limits: DecodeLimits) -> None:
             SUBJECT, f"has more than {limits.max_frames} frames", "send a shorter video"
         )
     if count < 1:
-        raise InputError(SUBJECT, "has no frames")
+        raise InputError(SUBJECT, "has no frames", "send another video, or its frames as images")
 
 
 def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock: _Clock) -> Video:
@@ -211,7 +211,9 @@ class _File:
         fps = float(rate) if rate else 0.0
         first = next(self._decoded([0]), None)
         if first is None:
-            raise InputError(SUBJECT, "has no frames")
+            raise InputError(
+                SUBJECT, "has no frames", "send another video, or its frames as images"
+            )
         self._height, self._width = first.shape[:2]
         return Video(
             num_frames=count,
@@ -277,7 +279,9 @@ class _File:
                 number += 1
                 yield frame
             if frame is None:
-                raise InputError(SUBJECT, "has no frames")
+                raise InputError(
+                    SUBJECT, "has no frames", "send another video, or its frames as images"
+                )
             for _ in range(len(indices) - number):
                 yield frame
 

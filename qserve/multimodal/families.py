@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.architecture.family import architecture_of
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
 from qserve.multimodal.family import VisionFamily
@@ -171,7 +171,7 @@ def _filled(values: Mapping[str, Any], family: VisionFamily) -> dict[str, Any] |
         return {**filled_config(known), "architectures": values["architectures"]}
     except Exception as error:  # which exceptions config classes raise is not documented
         raise InputError(
-            "config.json", f"transformers rejects it: {one_line(error)}", "fetch it again"
+            "config.json", f"transformers rejects it: {one_line(error)}", "download it again"
         ) from error
 
 
@@ -180,4 +180,8 @@ def _token(values: Mapping[str, Any], keys: tuple[str, ...]) -> int:
         if type(values.get(key)) is int and values[key] >= 0:
             return values[key]
     found = values.get(keys[0])
-    raise InputError(f"config.json {keys[0]}", f"expected a token id, found {found!r:.100}")
+    raise InputError(
+        f"config.json {keys[0]}",
+        f"expected a token id, found {found!r:.100}",
+        COPY_CONFIG,
+    )

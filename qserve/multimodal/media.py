@@ -13,8 +13,7 @@ from qserve.errors import ParameterError
 from qserve.multimodal.settings import KINDS
 
 DIGEST = re.compile(r"[0-9a-f]{64}")  # SHA-256; a shorter digest would make wrong cache hits likely
-
-
+PROCESSOR = "let MediaProcessor (qserve.multimodal.processor) make the item"  # remedy
 MAX_FRAME_STEP = 1e6
 FEATURE_DTYPES = ("uint8", "int64", "float32")
 
@@ -36,12 +35,14 @@ class Feature:
             raise ParameterError(
                 f"media feature {self.name}",
                 f"expected {', '.join(FEATURE_DTYPES)}, found {self.dtype!r}",
+                "convert the array with .astype",
             )
         size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
         if min(self.shape, default=0) < 0 or len(self.data) != size:
             raise ParameterError(
                 f"media feature {self.name}",
                 f"expected {size} bytes for {list(self.shape)}, found {len(self.data)}",
+                "use Feature.of, which copies an array",
             )
 
     @classmethod
@@ -80,33 +81,48 @@ class MediaItem:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ParameterError("media kind", f"expected {', '.join(KINDS)}, found {self.kind!r}")
+            raise ParameterError(
+                "media kind",
+                f"expected {', '.join(KINDS)}, found {self.kind!r}",
+                "use the kind of the part that the item stands for",
+            )
         if not DIGEST.fullmatch(self.digest):
-            raise ParameterError("media digest", "expected 64 hex digits in lower case")
+            raise ParameterError(
+                "media digest",
+                f"expected 64 hex digits in lower case, found {self.digest!r:.80}",
+                "use hashlib.sha256(content).hexdigest()",
+            )
         if self.offset < 0 or self.length < 1:
             raise ParameterError(
                 "media position",
                 "expected an offset of at least 0 and a length of at least 1,"
                 f" found {self.offset} and {self.length}",
+                PROCESSOR,
             )
         if self.is_embed and (
             len(self.is_embed) != self.length or not {1} <= set(self.is_embed) <= {0, 1}
         ):
             raise ParameterError(
-                "media is_embed", f"expected {self.length} bytes of 0 or 1, not all of them 0"
+                "media is_embed",
+                f"expected {self.length} bytes of 0 or 1, not all of them 0, found"
+                f" {len(self.is_embed)} bytes: {self.is_embed[:16]!r}",
+                "leave it out if every position has an embedding",
             )
 
         inner = self.length - 2 * self.num_outer
         if self.num_outer < 0 or self.num_outer and not self.grid:
-            raise ParameterError("media num_outer", f"expected 0, found {self.num_outer}")
+            raise ParameterError(
+                "media num_outer", f"expected 0, found {self.num_outer}", PROCESSOR
+            )
         if self.grid and (len(self.grid) != 3 or math.prod(self.grid) != inner):
             raise ParameterError(
-                "media grid", f"expected 3 numbers of product {inner}, found {self.grid}"
+                "media grid", f"expected 3 numbers of product {inner}, found {self.grid}", PROCESSOR
             )
         if not 0 <= self.frame_step < MAX_FRAME_STEP:
             raise ParameterError(
                 "media frame_step",
                 f"expected 0 to {MAX_FRAME_STEP:.0f}, found {self.frame_step}",
+                PROCESSOR,
             )
 
     @property

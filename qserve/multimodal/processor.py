@@ -100,7 +100,11 @@ class MediaProcessor:
         if config.video_token_id is not None:
             _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
-            raise InputError("digests", f"expected {len(images)}, found {len(digests)}")
+            raise InputError(
+                "digests",
+                f"expected {len(images)}, found {len(digests)}",
+                "give one digest for each image",
+            )
         found: list[int] = []
         items: list[MediaItem] = []
         # part of the digest of an image whose layout depends on the other images of its prompt

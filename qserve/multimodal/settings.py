@@ -36,7 +36,11 @@ class AllowedHost:
         host, port = (found[1].strip("[]"), found[2]) if found else ("", None)
         is_named = host == ANY_HOST or HOST.fullmatch(host) is not None
         if not (is_named or is_address(host)) or int(port or 1) not in range(1, 2**16):
-            raise InputError(FLAG, f"expected HOST or HOST:PORT, found {text!r:.200}")
+            raise InputError(
+                FLAG,
+                f"expected HOST or HOST:PORT, found {text!r:.200}",
+                "leave out the scheme and the path",
+            )
         return cls(host=host, port=None if port is None else int(port))
 
     def matches(self, host: str, port: int) -> bool:

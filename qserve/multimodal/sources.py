@@ -59,11 +59,17 @@ def read_data_url(url: str, max_bytes: int, kind: str = "image") -> bytes:
     head = DATA_HEAD.match(url)
     if head is None or not head[3]:
         raise InputError(
-            SUBJECT, f"expected data:{kind}/TYPE;base64, and base64 text", "encode the file's bytes"
+            SUBJECT,
+            f"expected data:{kind}/TYPE;base64, and base64 text, found {url[:40]!r}",
+            "encode the file's bytes",
         )
     if head[1] and not head[1].lower().startswith(TYPES[kind]):
         a_kind = "an image" if kind == "image" else f"a {kind}"
-        raise InputError(SUBJECT, f"expected the media type of {a_kind}, found {head[1]!r}")
+        raise InputError(
+            SUBJECT,
+            f"expected the media type of {a_kind}, found {head[1]!r}",
+            "send a file of that kind",
+        )
     if len(url) - head.end() > max_bytes * 3:  # too large even if each character is %-escaped
         raise _too_large(max_bytes)
     text = url[head.end() :]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import COPY_CONFIG, CheckpointError
 from qserve.multimodal.stored_forms.internvl_tensors import internvl_tensors
 from qserve.multimodal.stored_forms.nemotron import nemotron_tensors
 from qserve.multimodal.stored_forms.step_tensors import step_tensors
@@ -126,7 +126,7 @@ def _kimi(
         raise CheckpointError(
             name,
             f"expected queries, keys and values of {heads} heads, found {list(tensor.shape)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     queries, keys, own_values = tensor.chunk(3)
     yield f"{stem}.attn.q_proj.{field}", _in_halves(queries, heads)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from formats.architecture.sizes import is_size
-from formats.errors import CheckpointError, one_line
+from formats.errors import COPY_CONFIG, CheckpointError, one_line
 from formats.files.tensor_entry import TensorEntry
 from formats.scheme import Scheme
 from formats.table import names_text
@@ -250,7 +250,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
             raise CheckpointError(
                 f"config.json vision_config.{key}",
                 f"expected a positive whole number, found {values['vision_config'][key]!r:.100}",
-                "copy config.json from the original model",
+                COPY_CONFIG,
             )
     try:
         filled = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -261,7 +261,7 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
         raise CheckpointError(
             "config.json vision_config",
             f"transformers cannot build the vision tower: {one_line(error)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         ) from error
     _drop_others_(model, tuple(config.family.prefixes.values()))
     for module in model.modules():
@@ -322,12 +322,12 @@ def _copy_(state: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor, s
         raise CheckpointError(
             stored,
             "is a tensor that the vision tower does not have",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     if tensor.shape != state[name].shape:
         raise CheckpointError(
             stored,
             f"expected {list(state[name].shape)} from config.json, found {list(tensor.shape)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     state[name].copy_(tensor)

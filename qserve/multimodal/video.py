@@ -39,10 +39,18 @@ def video_of_frames(stated: Any) -> Video:
         stated, options = stated
     unknown = sorted(map(str, set(options) - set(OPTIONS)))
     if unknown:
-        raise InputError(SUBJECT, f"expected {' and '.join(OPTIONS)}, found {', '.join(unknown)}")
+        raise InputError(
+            SUBJECT,
+            f"expected {' and '.join(OPTIONS)}, found {', '.join(unknown)}",
+            "leave the others out",
+        )
     fps = options.get("fps")
     if fps is not None and (not isinstance(fps, int | float) or not 0 < fps < float("inf")):
-        raise InputError(f"{SUBJECT} fps", f"expected a number above 0, found {fps!r:.100}")
+        raise InputError(
+            f"{SUBJECT} fps",
+            f"expected a number above 0, found {fps!r:.100}",
+            "leave it out if it is unknown",
+        )
     frames = _frames(stated)
     height, width = frames[0].shape[:2]
     views = (memoryview(np.ascontiguousarray(frame)).cast("B") for frame in frames)
@@ -73,9 +81,15 @@ def _frames(stated: Any) -> Sequence[np.ndarray]:
     found = {(str(each.dtype), each.shape) for each in frames} if is_array else set()
     if len(found) > 1:
         shapes = ", ".join(sorted(str(list(shape)) for _, shape in found))
-        raise InputError(SUBJECT, f"expected frames of one size, found {shapes:.200}")
+        raise InputError(
+            SUBJECT,
+            f"expected frames of one size, found {shapes:.200}",
+            "scale the frames to one size",
+        )
     dtype, shape = next(iter(found), ("", ()))
     if dtype != "uint8" or len(shape) != 3 or shape[2] != 3 or not shape[0] * shape[1]:
         what = f"{dtype} {[len(frames), *shape]}" if found else type(stated).__name__
-        raise InputError(SUBJECT, f"expected {FORMS}, found {what}")
+        raise InputError(
+            SUBJECT, f"expected {FORMS}, found {what}", "convert the frames to RGB arrays of uint8"
+        )
     return frames

@@ -242,7 +242,9 @@ def _fitted(sides: Sides, unit: int, low: int, high: int, times: int, counted: i
     """
     if max(sides) > MAX_RATIO * min(sides):
         raise InputError(
-            SUBJECT, f"expected sides of at most {MAX_RATIO}:1, found {sides[1]} x {sides[0]}"
+            SUBJECT,
+            f"expected sides of at most {MAX_RATIO}:1, found {sides[1]} x {sides[0]}",
+            "crop the frames",
         )
     rounded = [round(side / unit) * unit for side in sides]
     area, whole = counted * math.prod(rounded), times * math.prod(sides)

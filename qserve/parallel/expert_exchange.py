@@ -163,7 +163,11 @@ def _store(address: str, rank: int, size: int) -> dist.Store:
         return dist.FileStore(str(Path(address.removeprefix(FILE))), size)
     host, _, port = address.removeprefix(TCP).rpartition(":")
     if not (address.startswith(TCP) and host and port.isdecimal()):
-        raise InputError(FLAG, f"expected file:///PATH or tcp://HOST:PORT, found {address!r}")
+        raise InputError(
+            FLAG,
+            f"expected file:///PATH or tcp://HOST:PORT, found {address!r}",
+            "for example tcp://10.0.0.1:5700",
+        )
     try:
         return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=TIMEOUT)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.params.known_fields import names_unknown_fields
 from qserve.params.parameter_types import integer, number
 
@@ -66,4 +66,6 @@ class BeamSearchParams:
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ParameterError(name, f"expected {expected}, found {getattr(self, name)!r}")
+            raise ParameterError(
+                name, f"expected {expected}, found {getattr(self, name)!r}", LEAVE_OUT
+            )

@@ -8,6 +8,7 @@ from qserve.errors import ParameterError
 from qserve.params.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
+COPY_DEFAULTS = "copy the file from the original model, or remove it"  # remedy
 # Sampling fields whose defaults are read from the file.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -22,9 +23,7 @@ def load_defaults(folder: str | Path) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     except ParameterError as error:
-        raise InputError(str(path), str(error), "correct the file") from error
+        raise InputError(f"{path} {error.subject}", error.problem, COPY_DEFAULTS) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            str(path), f"cannot be used: {one_line(error)}", "correct the file"
-        ) from error
+        raise InputError(str(path), f"cannot be used: {one_line(error)}", COPY_DEFAULTS) from error
     return defaults

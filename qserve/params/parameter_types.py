@@ -58,13 +58,13 @@ def integer(name: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ParameterError(name, wrong_type(AN_INTEGER, value))
+        raise ParameterError(name, wrong_type(AN_INTEGER, value), "give a number without quotes")
     return int(value)
 
 
 def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ParameterError(name, wrong_type(A_NUMBER, value))
+        raise ParameterError(name, wrong_type(A_NUMBER, value), "give a number without quotes")
     try:
         return float(value)
     except OverflowError:  # a huge integer
@@ -73,16 +73,18 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ParameterError(name, wrong_type(A_FLAG, value))
+        raise ParameterError(name, wrong_type(A_FLAG, value), "give true or false without quotes")
     return value
 
 
 def text(name: str, value: Any, limit: int) -> str:
     """Check a text of at most `limit` characters."""
     if not isinstance(value, str):
-        raise ParameterError(name, wrong_type(A_TEXT, value))
+        raise ParameterError(name, wrong_type(A_TEXT, value), "give a string")
     if len(value) > limit:
-        raise ParameterError(name, f"expected at most {limit} characters, found {len(value)}")
+        raise ParameterError(
+            name, f"expected at most {limit} characters, found {len(value)}", "shorten it"
+        )
     return value
 
 
@@ -109,7 +111,11 @@ def texts(limit: int, what: str, length: int, total: int | None = None) -> Check
         items = _items(name, [value] if isinstance(value, str) else value, limit, what)
         found = tuple(text(f"{name}.{index}", each, length) for index, each in enumerate(items))
         if total is not None and (count := sum(map(len, found))) > total:
-            raise ParameterError(name, f"expected at most {total} characters in all, found {count}")
+            raise ParameterError(
+                name,
+                f"expected at most {total} characters in all, found {count}",
+                "give fewer or shorter texts",
+            )
         return found
 
     return check
@@ -127,11 +133,13 @@ def biases(limit: int) -> Check:
                 value = dict(value)
             except (TypeError, ValueError):
                 problem = "expected an object, or a list of pairs of a token id and a number"
-                raise ParameterError(name, problem) from None
+                raise ParameterError(name, problem, 'for example {"1234": -100}') from None
         if not isinstance(value, Mapping):
-            raise ParameterError(name, wrong_type(AN_OBJECT, value))
+            raise ParameterError(name, wrong_type(AN_OBJECT, value), 'for example {"1234": -100}')
         if len(value) > limit:
-            raise ParameterError(name, f"expected at most {limit} tokens, found {len(value)}")
+            raise ParameterError(
+                name, f"expected at most {limit} tokens, found {len(value)}", "give fewer tokens"
+            )
         return tuple(
             (_token(name, key), number(f"{name}.{shown(key)}", each)) for key, each in value.items()
         )
@@ -143,13 +151,19 @@ def _token(name: str, key: Any) -> int:
     if isinstance(key, str) and key.lstrip("-").isdecimal() and len(key) < 20:
         return int(key)
     if isinstance(key, bool) or not isinstance(key, Integral):
-        raise ParameterError(name, f"expected token ids as keys, found {shown(key)}")
+        raise ParameterError(
+            name,
+            f"expected token ids as keys, found {shown(key)}",
+            "write the ids as decimal numbers",
+        )
     return int(key)
 
 
 def _items(name: str, value: Any, limit: int, what: str) -> Any:
     if not _is_list(value):
-        raise ParameterError(name, wrong_type(A_LIST, value))
+        raise ParameterError(name, wrong_type(A_LIST, value), "put the values in [...]")
     if len(value) > limit:
-        raise ParameterError(name, f"expected at most {limit} {what}, found {len(value)}")
+        raise ParameterError(
+            name, f"expected at most {limit} {what}, found {len(value)}", "give fewer"
+        )
     return value

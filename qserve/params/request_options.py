@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.lora.request import LoRARequest
 from qserve.multimodal.media import MediaItem
 from qserve.params.beam_search_params import BeamSearchParams
@@ -30,15 +30,20 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:
             raise ParameterError(
-                "priority", f"expected -{MAX_PRIORITY} to {MAX_PRIORITY}, found {self.priority}"
+                "priority",
+                f"expected -{MAX_PRIORITY} to {MAX_PRIORITY}, found {self.priority}",
+                LEAVE_OUT,
             )
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise ParameterError(
                 "cache_salt",
                 f"expected at most {MAX_SALT_CHARS} characters, found {len(self.cache_salt)}",
+                "send a hash of it",
             )
         if self.timeout is not None and not self.timeout > 0:
-            raise ParameterError("timeout", f"expected more than 0 seconds, found {self.timeout}")
+            raise ParameterError(
+                "timeout", f"expected more than 0 seconds, found {self.timeout}", LEAVE_OUT
+            )
 
 
 DEFAULT = RequestOptions()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.params.known_fields import names_unknown_fields
 from qserve.params.parameter_types import (
     Check,
@@ -178,12 +178,16 @@ class SamplingParams:
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ParameterError(name, f"expected {expected}, found {listed(getattr(self, name))}")
+            raise ParameterError(
+                name, f"expected {expected}, found {listed(getattr(self, name))}", LEAVE_OUT
+            )
 
     def _require_at_most(self, name: str, limit: int, what: str) -> None:
         count = len(getattr(self, name))
         if count > limit:
-            raise ParameterError(name, f"expected at most {limit} {what}, found {count}")
+            raise ParameterError(
+                name, f"expected at most {limit} {what}, found {count}", "give fewer"
+            )
 
 
 # Field -> type check, which also converts the value.

@@ -15,7 +15,7 @@ from typing import Any
 from formats.architecture.family import architecture_of
 from formats.architecture.text_part import RANKING
 from formats.errors import InputError, one_line
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.pooling.params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
 
 MODULES = "modules.json"
@@ -83,7 +83,9 @@ class PoolingConfig:
         name = name or self.default_prompt
         if name is not None and name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise ParameterError("prompt_name", f"expected one of {known}, found {name!r}")
+            raise ParameterError(
+                "prompt_name", f"expected one of {known}, found {name!r}", LEAVE_OUT
+            )
         return "" if name is None else self.prompts[name]
 
     @property
@@ -94,13 +96,15 @@ class PoolingConfig:
     def _check_dimensions(self, dimensions: int) -> None:
         if not 1 <= dimensions <= self.hidden_size:
             raise ParameterError(
-                "dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}"
+                "dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}", LEAVE_OUT
             )
         if dimensions == self.hidden_size or self.matryoshka is None:
             return
         if dimensions not in self.matryoshka:
             known = ", ".join(map(str, (*self.matryoshka, self.hidden_size)))
-            raise ParameterError("dimensions", f"expected one of {known}, found {dimensions}")
+            raise ParameterError(
+                "dimensions", f"expected one of {known}, found {dimensions}", LEAVE_OUT
+            )
 
 
 @functools.lru_cache(maxsize=8)
@@ -202,5 +206,9 @@ def _read(path: Path) -> Any:
 def _object(path: Path) -> dict[str, Any]:
     found = _read(path)
     if not isinstance(found, dict):
-        raise InputError(str(path), f"expected a JSON object, found {type(found).__name__}")
+        raise InputError(
+            str(path),
+            f"expected a JSON object, found {type(found).__name__}",
+            "copy it from the original model",
+        )
     return found

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.params.known_fields import names_unknown_fields
 
 # Kinds of pooling. The vector is the hidden state (after the last norm) of the last or first token,
@@ -34,19 +34,27 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
-            raise ParameterError("kind", f"expected one of {', '.join(KINDS)}, found {self.kind!r}")
+            raise ParameterError(
+                "kind", f"expected one of {', '.join(KINDS)}, found {self.kind!r}", LEAVE_OUT
+            )
         if self.dimensions is not None and (
             type(self.dimensions) is not int or self.dimensions < 1
         ):
             raise ParameterError(
-                "dimensions", f"expected an integer of 1 or more, found {self.dimensions!r}"
+                "dimensions",
+                f"expected an integer of 1 or more, found {self.dimensions!r}",
+                LEAVE_OUT,
             )
         object.__setattr__(self, "token_ids", tuple(self.token_ids))
         if (self.kind == TOKENS) != bool(self.token_ids):
             raise ParameterError(
-                "token_ids", f"are required by the kind {TOKENS!r}, and only by it"
+                "token_ids",
+                f"are required by the kind {TOKENS!r}, and only by it",
+                "give both, or neither",
             )
         if len(self.token_ids) > MAX_TOKEN_IDS:
             raise ParameterError(
-                "token_ids", f"expected at most {MAX_TOKEN_IDS}, found {len(self.token_ids)}"
+                "token_ids",
+                f"expected at most {MAX_TOKEN_IDS}, found {len(self.token_ids)}",
+                "send fewer",
             )

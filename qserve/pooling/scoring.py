@@ -48,13 +48,14 @@ def pairs(
     )
     for name, texts in zip(names, (first, second), strict=True):
         if not texts:
-            raise ParameterError(name, "expected at least one text, found none")
+            raise ParameterError(name, "expected at least one text, found none", "send a text")
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
         raise ParameterError(
             names[1],
             f"expected as many texts as in {names[0]}, {len(first)}, found {len(second)}",
+            "send one text for each pair, or a single first text for all",
         )
     return list(zip(first, second, strict=True))
 

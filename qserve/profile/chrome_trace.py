@@ -102,7 +102,9 @@ def read_trace(path: str | Path) -> list[dict]:
         return [each for each in events if each.get("ph") == "X"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise InputError(
-            str(path), f"expected a chrome trace (traceEvents): {one_line(error)}"
+            str(path),
+            f"expected a chrome trace (traceEvents): {one_line(error)}",
+            "give a .pt.trace.json or .json.gz file of torch.profiler",
         ) from None
 
 
@@ -112,7 +114,11 @@ def summarize(path: str | Path) -> TraceSummary:
     device = [_interval(each) for each in events if each.get("cat") in DEVICE]
     ran = device or _outermost(events)
     if not ran:
-        raise InputError(str(path), "contains neither kernels nor operators")
+        raise InputError(
+            str(path),
+            "contains neither kernels nor operators",
+            "record the trace while the model computes",
+        )
     ran.sort()
     kernels, busy = _shares(ran)
     steps = sorted(

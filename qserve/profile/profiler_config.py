@@ -8,6 +8,7 @@ from typing import Any
 
 from formats.errors import InputError
 
+EXAMPLE = 'for example {"profiler": "torch", "torch_profiler_dir": "traces"}'  # remedy
 FLAG = "--profiler-config"
 KINDS = ("torch", "cuda")
 # vLLM's key -> field of ProfilerConfig
@@ -41,12 +42,16 @@ class ProfilerConfig:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise InputError(FLAG, f"expected a JSON object, found {text!r}")
+            raise InputError(FLAG, f"expected a JSON object, found {text!r}", EXAMPLE)
         config = cls(**_known(FLAG, found))
         if config.kind not in KINDS:
-            raise InputError(FLAG, f"expected profiler {' or '.join(KINDS)}, found {config.kind!r}")
+            raise InputError(
+                FLAG,
+                f"expected profiler {' or '.join(KINDS)}, found {config.kind!r}",
+                "use torch, which writes traces to a folder",
+            )
         if config.kind == "torch" and not config.folder:
-            raise InputError(FLAG, "expected torch_profiler_dir, the folder for traces")
+            raise InputError(FLAG, "expected torch_profiler_dir, the folder for traces", EXAMPLE)
         return config
 
     def asked(self, body: dict[str, Any]) -> "ProfilerConfig":
@@ -55,9 +60,15 @@ class ProfilerConfig:
         prefix = body.get("profile_prefix") or ""
         others = body.keys() - {"delay_iterations", "max_iterations", "profile_prefix"}
         if others:
-            raise InputError("body", f"has unknown fields: {', '.join(sorted(others))}")
+            raise InputError(
+                "body", f"has unknown fields: {', '.join(sorted(others))}", "leave them out"
+            )
         if not isinstance(prefix, str) or not all(c.isalnum() or c in "-_." for c in prefix):
-            raise InputError("profile_prefix", "expected only letters, digits, - _ and .")
+            raise InputError(
+                "profile_prefix",
+                f"expected only letters, digits, - _ and ., found {prefix!r:.80}",
+                "use a plain name; the folder is torch_profiler_dir",
+            )
         return dataclasses.replace(self, prefix=prefix, **_known("body", wanted))
 
     def path(self, number: int) -> Path:
@@ -78,5 +89,9 @@ def _known(source: str, values: dict[str, Any]) -> dict[str, Any]:
     types = {field.name: field.type for field in dataclasses.fields(ProfilerConfig)}
     for name, value in found.items():
         if type(value) is not types[name] or (types[name] is int and value < 0):
-            raise InputError(source, f"{name}: expected {types[name].__name__}, found {value!r}")
+            raise InputError(
+                source,
+                f"{name}: expected {types[name].__name__}, found {value!r}",
+                "leave it out to use the default",
+            )
     return found

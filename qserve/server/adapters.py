@@ -79,5 +79,6 @@ class ServedAdapters:
                     "there is no such adapter"
                     if file is found
                     else f"expected {ADAPTER_CONFIG} and {WEIGHTS} in it",
+                    "check the names of the folders in --lora-folder",
                 )
         return str(found)

@@ -203,6 +203,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
             raise InputError(
                 "--root-path",
                 f"expected a path with / at its start and not at its end, found {self.root_path!r}",
+                "write it as /v2",
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: which draft tokens of a verify become output.
+"""Acceptance of drafts: which draft tokens of a verification become output.
 
 With `exact`, the model samples each row's token as it would without drafts, with noise that depends
 only on (seed, position, token). Drafts are accepted up to the first one that differs from the

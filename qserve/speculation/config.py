@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
+from qserve.errors import LEAVE_OUT
 
 FLAG = "--speculative-config"
 METHODS = (
@@ -104,7 +105,11 @@ class SpeculativeConfig:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise InputError(FLAG, f"expected a JSON object, found {text!r}")
+            raise InputError(
+                FLAG,
+                f"expected a JSON object, found {text!r}",
+                f'for example {FLAG} \'{{"method": "ngram"}}\'',
+            )
         return cls.of(found, acceptance)
 
     @classmethod
@@ -116,13 +121,15 @@ class SpeculativeConfig:
         if method is not None:
             if method not in REJECTION_METHODS:
                 expected = f"expected one of {', '.join(REJECTION_METHODS)}, found {method!r}"
-                raise InputError(f"{FLAG} rejection_sample_method", expected)
+                raise InputError(f"{FLAG} rejection_sample_method", expected, LEAVE_OUT)
             found["acceptance"] = REJECTION_METHODS[method]
         # vLLM's key for heads that draft in one pass; here the method implies it
         parallel = found.pop("parallel_drafting", None)
         if parallel is not None and type(parallel) is not bool:
             raise InputError(
-                f"{FLAG} parallel_drafting", f"expected true or false, found {parallel!r}"
+                f"{FLAG} parallel_drafting",
+                f"expected true or false, found {parallel!r}",
+                LEAVE_OUT,
             )
         if parallel and found.get("method", "eagle3") == "eagle3":
             found["method"] = "peagle"
@@ -165,7 +172,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             expected = f"expected one of {', '.join(METHODS)}"
-            raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}")
+            raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}", LEAVE_OUT)
         if self.method in WITH_MODEL and self.model is None:
             raise InputError(
                 self.subject, "requires a drafter", "set model to its folder or hub name"
@@ -183,12 +190,13 @@ class SpeculativeConfig:
                 f"{FLAG} prompt_lookup_min",
                 f"expected at most prompt_lookup_max ({self.prompt_lookup_max}), found"
                 f" {self.prompt_lookup_min}",
+                "lower it, or raise prompt_lookup_max",
             )
         for name, choices in (("draft_sample_method", SAMPLE_METHODS), ("acceptance", ACCEPTANCES)):
             value = getattr(self, name)
             if value not in choices:
                 expected = f"expected one of {', '.join(choices)}"
-                raise InputError(f"{FLAG} {name}", f"{expected}, found {value!r}")
+                raise InputError(f"{FLAG} {name}", f"{expected}, found {value!r}", LEAVE_OUT)
         for name in POSTERIOR:
             if self.acceptance != "typical" and getattr(self, name) is not None:
                 raise InputError(
@@ -202,6 +210,7 @@ class SpeculativeConfig:
             raise InputError(
                 f"{FLAG} synthetic_acceptance_rates",
                 "is required with acceptance synthetic, and allowed only with it",
+                "give both, or neither",
             )
         falling = all(1 >= a >= b >= 0 for a, b in zip(rates, rates[1:] or rates, strict=False))
         if rates and (len(rates) < self.num_speculative_tokens or not falling):
@@ -209,6 +218,7 @@ class SpeculativeConfig:
                 f"{FLAG} synthetic_acceptance_rates",
                 f"expected a share from 0 to 1 for each of {self.num_speculative_tokens} positions,"
                 f" none greater than the one before, found {list(rates)}",
+                "give one falling rate for each drafted token",
             )
 
     def _check_table(self) -> None:
@@ -220,6 +230,7 @@ class SpeculativeConfig:
                     f"{FLAG} num_speculative_tokens_per_batch_size",
                     f"expected consecutive rows [first, last, drafts] starting at 1, found"
                     f" {list(row)}",
+                    "for example [[1, 4, 5], [5, 32, 2]]",
                 )
             expected_first = last + 1
 
@@ -320,7 +331,9 @@ def _rates(length: float, count: int) -> tuple[float, ...]:
     """
     if not 1 <= length <= 1 + count:
         raise InputError(
-            f"{FLAG} synthetic_acceptance_length", f"expected 1 to {1 + count}, found {length}"
+            f"{FLAG} synthetic_acceptance_length",
+            f"expected 1 to {1 + count}, found {length}",
+            LEAVE_OUT,
         )
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -341,25 +354,33 @@ def _checked(known: Any, value: Any) -> Any:
     if kind in (int, float):
         numbers = (int, float) if kind is float else (int,)
         if type(value) not in numbers or not math.isfinite(value):
-            raise InputError(subject, f"expected a number, found {value!r}")
+            raise InputError(subject, f"expected a number, found {value!r}", LEAVE_OUT)
         if (low is not None and value < low) or (high is not None and value > high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"
-            raise InputError(subject, f"expected {expected}, found {value}")
+            raise InputError(subject, f"expected {expected}, found {value}", LEAVE_OUT)
         return kind(value)
     if kind in (bool, bool | None):
         if type(value) is not bool:
-            raise InputError(subject, f"expected true or false, found {value!r}")
+            raise InputError(subject, f"expected true or false, found {value!r}", LEAVE_OUT)
         return value
     if known.name.startswith("synthetic"):
         if not isinstance(value, list) or not all(type(each) in (int, float) for each in value):
-            raise InputError(subject, f"expected a list of numbers, found {value!r}")
+            raise InputError(
+                subject,
+                f"expected a list of numbers, found {value!r}",
+                "for example [0.8, 0.6, 0.4]",
+            )
         return tuple(map(float, value))
     if known.name.endswith("per_batch_size"):
         rows = value if isinstance(value, list) else [None]
         for row in rows:
             if not (isinstance(row, list) and [type(each) for each in row] == [int] * 3):
-                raise InputError(subject, f"expected a list of [first, last, drafts], found {row}")
+                raise InputError(
+                    subject,
+                    f"expected a list of [first, last, drafts], found {row}",
+                    "for example [[1, 4, 5], [5, 32, 2]]",
+                )
         return tuple(map(tuple, rows))
     if type(value) is not str:
-        raise InputError(subject, f"expected a string, found {value!r}")
+        raise InputError(subject, f"expected a string, found {value!r}", LEAVE_OUT)
     return value

@@ -239,7 +239,11 @@ class GrammarCompiler:
                     self._tokenizer = call(make, text, n_vocab=self._vocab_size, eos_token=ends)
                 except Exception as error:  # llguidance raises bare exceptions
                     problem = f"the model's tokenizer cannot be used: {one_line(error)}"
-                    raise InputError(FIELD, problem) from None
+                    raise InputError(
+                        FIELD,
+                        problem,
+                        "save the tokenizer again as tokenizer.json with transformers",
+                    ) from None
             return self._tokenizer
 
 

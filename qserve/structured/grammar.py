@@ -69,7 +69,11 @@ def json_rule(params: StructuredOutputsParams, schema: dict | bool) -> str:
 def refusal(params: StructuredOutputsParams, reason: str) -> ParameterError:
     """Return the ParameterError for llguidance's reason of a rejection."""
     line = " ".join(reason.split("<state>")[0].split("<non-verbose/>")[0].split())
-    return ParameterError(f"{FIELD}.{params.kind}", f"cannot be used: {line[:MAX_REASON]}")
+    return ParameterError(
+        f"{FIELD}.{params.kind}",
+        f"cannot be used: {line[:MAX_REASON]}",
+        "simplify it, or send another one",
+    )
 
 
 def _json(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -193,7 +197,9 @@ def _check_schema(value: Any) -> None:
     factor = value.get("multipleOf")
     if isinstance(factor, int | float) and factor > MAX_MULTIPLE_OF:
         raise ParameterError(
-            f"{FIELD}.json", f"expected multipleOf up to {MAX_MULTIPLE_OF}, found {factor}"
+            f"{FIELD}.json",
+            f"expected multipleOf up to {MAX_MULTIPLE_OF}, found {factor}",
+            "lower it, or use minimum and maximum",
         )
     for each in value.values():
         _check_schema(each)

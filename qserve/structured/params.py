@@ -10,6 +10,7 @@ from typing import Any
 
 from qserve.errors import ParameterError
 from qserve.params.known_fields import names_unknown_fields
+from qserve.params.parameter_types import shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
@@ -56,7 +57,9 @@ class StructuredOutputsParams:
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise ParameterError(
-                FIELD, f"expected exactly one of {', '.join(KINDS)}, found {found}"
+                FIELD,
+                f"expected exactly one of {', '.join(KINDS)}, found {found}",
+                "send one of them",
             )
         self._check_types()
         getattr(self, f"_check_{self.kind}", self._check_text)()
@@ -71,12 +74,24 @@ class StructuredOutputsParams:
             value = getattr(self, field.name)
             if field.name == "choice":
                 if not all(isinstance(text, str) for text in value):
-                    raise ParameterError(f"{FIELD}.choice", "expected a list of texts")
+                    raise ParameterError(
+                        f"{FIELD}.choice",
+                        f"expected a list of texts, found {[*value]!r:.80}",
+                        "put the texts in [...]",
+                    )
             elif field.type in (bool, "bool"):
                 if not isinstance(value, bool):
-                    raise ParameterError(f"{FIELD}.{field.name}", "expected true or false")
+                    raise ParameterError(
+                        f"{FIELD}.{field.name}",
+                        f"expected true or false, found {shown(value)}",
+                        "give it without quotes",
+                    )
             elif value is not None and not isinstance(value, str):
-                raise ParameterError(f"{FIELD}.{field.name}", "expected a text")
+                raise ParameterError(
+                    f"{FIELD}.{field.name}",
+                    f"expected a text, found {shown(value)}",
+                    "give a string",
+                )
         for name in ("whitespace_pattern", "prefix", "opening"):
             self._limit(name, getattr(self, name) or "", MAX_GRAMMAR_CHARS)
         self._limit("calls", self.calls, MAX_SCHEMA_CHARS)
@@ -87,10 +102,14 @@ class StructuredOutputsParams:
         try:
             schema = json.loads(self.json)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"{FIELD}.json", f"expected a JSON schema: {error}") from None
+            raise ParameterError(
+                f"{FIELD}.json", f"expected a JSON schema: {error}", "send an object, true or false"
+            ) from None
         if not isinstance(schema, dict | bool):
             raise ParameterError(
-                f"{FIELD}.json", f"expected a JSON schema, found {type(schema).__name__}"
+                f"{FIELD}.json",
+                f"expected a JSON schema, found {type(schema).__name__}",
+                "send an object, true or false",
             )
 
     def _check_structural_tag(self) -> None:
@@ -101,9 +120,12 @@ class StructuredOutputsParams:
             raise ParameterError(
                 f"{FIELD}.choice",
                 f"expected at most {MAX_CHOICES} texts, found {len(self.choice)}",
+                "send fewer, or use regex",
             )
         if not all(self.choice):
-            raise ParameterError(f"{FIELD}.choice", "expected texts that are not empty")
+            raise ParameterError(
+                f"{FIELD}.choice", "expected texts that are not empty", "remove the empty ones"
+            )
         self._limit("choice", "".join(self.choice), MAX_GRAMMAR_CHARS, nests=False)
 
     def _check_text(self) -> None:
@@ -113,19 +135,25 @@ class StructuredOutputsParams:
     def _limit(self, name: str, text: str, limit: int, nests: bool = True) -> None:
         if len(text) > limit:
             raise ParameterError(
-                f"{FIELD}.{name}", f"expected at most {limit} characters, found {len(text)}"
+                f"{FIELD}.{name}",
+                f"expected at most {limit} characters, found {len(text)}",
+                "shorten it, or split the request",
             )
         if "\0" in text:
-            raise ParameterError(f"{FIELD}.{name}", "expected no NUL character")
+            raise ParameterError(f"{FIELD}.{name}", "expected no NUL character", "remove it")
         if nests and _depth(text) > MAX_DEPTH:
-            raise ParameterError(f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} nested levels")
+            raise ParameterError(
+                f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} nested levels", "flatten it"
+            )
 
 
 def _dump(field: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(f"{FIELD}.{field}", f"expected JSON: {error}") from None
+        raise ParameterError(
+            f"{FIELD}.{field}", f"expected JSON: {error}", "convert the values to JSON types"
+        ) from None
 
 
 def _depth(text: str) -> int:
@@ -145,9 +173,15 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise ParameterError(FIELD, f"expected an object, found {type(value).__name__}")
+        raise ParameterError(
+            FIELD,
+            f"expected an object, found {type(value).__name__}",
+            'for example {"json": {...}}',
+        )
     unknown = value.keys() - {field.name for field in fields(StructuredOutputsParams)}
     if unknown:
-        raise ParameterError(f"{FIELD}.{min(unknown)}", "no such field")
+        raise ParameterError(
+            f"{FIELD}.{min(unknown)}", "no such field", f"known: {', '.join(KINDS)}"
+        )
     given = {name: each for name, each in value.items() if each is not None}
     return StructuredOutputsParams(**given)

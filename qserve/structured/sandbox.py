@@ -162,7 +162,11 @@ def tokenizer_text(folder: str) -> str:
 
     backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if backend is None:
-        raise InputError(FIELD, "requires a tokenizer of the library tokenizers (a tokenizer.json)")
+        raise InputError(
+            FIELD,
+            "requires a tokenizer of the library tokenizers (a tokenizer.json)",
+            "save the tokenizer as tokenizer.json with transformers",
+        )
     return backend.to_str()
 
 

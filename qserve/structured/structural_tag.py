@@ -16,6 +16,8 @@ from typing import Any
 
 from qserve.errors import ParameterError
 
+# remedy
+EXAMPLE = 'for example {"type": "triggered_tags", "triggers": [...], "tags": [...]}'
 NAME = "structured_outputs.structural_tag"
 MAX_TAGS = 256
 CONTENTS = {"json_schema": "json_schema", "regex": "pattern", "const_string": "value"}
@@ -135,4 +137,4 @@ def _quoted(text: str) -> str:
 
 
 def _wrong(problem: str) -> ParameterError:
-    return ParameterError(NAME, problem)
+    return ParameterError(NAME, problem, EXAMPLE)

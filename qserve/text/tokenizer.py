@@ -326,7 +326,9 @@ class Tokenizer:
         except (RecursionError, MemoryError) as error:
             needs = "too much memory" if isinstance(error, MemoryError) else "too many nested calls"
             raise TextError(
-                "messages", f"the model's chat template needs {needs} to render them"
+                "messages",
+                f"the model's chat template needs {needs} to render them",
+                "send fewer or shorter messages",
             ) from error
 
     def apply_chat_template(

@@ -60,7 +60,9 @@ def post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
-        raise InputError(url, f"answered {error.code}: {_message(error.read())}") from None
+        raise InputError(
+            url, f"answered {error.code}: {_message(error.read())}", "see the server's log"
+        ) from None
     except urllib.error.URLError as error:
         raise InputError(
             url, f"cannot be reached: {error.reason}", "start the server, or check the URL"

@@ -189,7 +189,7 @@ def test_unknown_name_errors_list_known_names(tiny_checkpoint):
 def test_scheme_unsupported_by_format_is_refused_with_reason(tiny_checkpoint):
     source = tiny_checkpoint().write()
     for scheme, output_format, reason in (
-        ("w8a16-sym-g32", "awq", "awq holds 4-bit weights.*formats that can: gptq, compressed"),
+        ("w8a16-sym-g32", "awq", "awq holds 4-bit weights.*write gptq or compressed"),
         ("w8a8-static", "gptq", "cannot store a static activation scale"),
         ("w8a8-fp8", "gptq", "integer codes, not floating point"),
         ("w6a16-sym-g32", "gptq", "has 2, 3, 4 or 8 bits, not 6"),

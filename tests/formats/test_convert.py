@@ -247,7 +247,7 @@ def test_overrides_and_ignored_linears_survive_every_chain(written, tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "remedy"),
-    [((48, 96), "formats that can: awq, compressed-tensors"), ((48, 100), "leave it in float")],
+    [((48, 96), "write awq or compressed-tensors"), ((48, 100), "leave it in float")],
 )
 def test_unsupported_shape_error_lists_suitable_formats(shape, remedy):
     scheme = Scheme.parse("w4a16-asym-g32")

@@ -15,7 +15,7 @@ def test_size_texts_parse(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1", "1TB", "GB", "1e3"])
 def test_invalid_size_texts_are_refused(text):
-    with pytest.raises(InputError, match="expected a number of bytes"):
+    with pytest.raises(InputError, match="is not a number of bytes .write it as 500MB"):
         parse_size(text)
 
 

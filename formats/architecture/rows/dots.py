@@ -1,8 +1,8 @@
 """Values of the row of dots3-note: latent attention in two geometries.
 
-Layers with an indexer see all of the context, or what it selects. The others have a window, and
-other numbers of heads and widths of latents ("local"). Their queries and latents are multiplied by
-the root of hidden_size / rank after their norms.
+Layers with an indexer attend to the keys that it selects from the whole context. The other layers
+have a window, other numbers of heads and other widths of latents ("local"). Their queries and
+latents are multiplied by the root of hidden_size / rank after their norms.
 """
 
 from dataclasses import replace

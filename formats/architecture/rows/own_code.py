@@ -1,4 +1,4 @@
-"""Rows of families that transformers has no class of: their code is in the model's folder.
+"""Rows of families without a class in transformers: their code is in the model's folder.
 
 That code is not run. config.json is read with `defaults_of`; calibration builds the layers from the
 row. Most differ from Llama only in names and in matrices that are merged on disk.

@@ -1,7 +1,7 @@
 """Values of the row of Step-3.5 in families.py, which Step-3.7 has as its text model.
 
-Layers with a window have other heads, as Laguna's; a gate for each head; what activations of the
-last layers give is cut.
+Sliding-window layers have other numbers of heads, as in Laguna. Each head has a gate. The last
+layers clamp the results of their activation functions.
 """
 
 from collections.abc import Mapping

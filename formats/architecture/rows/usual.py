@@ -1,4 +1,4 @@
-"""The usual row of a family, which the rows of families.py modify."""
+"""The default row: Llama's layout. The rows of families.py replace some of its fields."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from formats.architecture.rows.parts import USUAL
 
 
 def family_row(architecture: str, title: str, model_type: str, **different: Any) -> Family:
-    """Return the usual row with some fields replaced."""
+    """Return the default row with some fields replaced."""
     return Family(
         architecture=architecture, title=title, model_type=model_type, **{**USUAL, **different}
     )

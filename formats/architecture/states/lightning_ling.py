@@ -1,6 +1,7 @@
 """Values of the rows of Ling 2.6 and of Ring-linear in families.py: lightning attention, experts.
 
-The other layers have latent attention (Ling and Ring 2.5 and 2.6), or that of Ling 2 (Ring-linear).
+The other layers have latent attention (Ling and Ring 2.5 and 2.6), or the attention of Ling 2
+(Ring-linear).
 """
 
 from dataclasses import replace

@@ -54,12 +54,14 @@ class StateMixer:
     layer_type: str = "linear_attention"  # value of layer_types for layers with this mixer
     # key of config.json that replaces layer_types: numbers of the layers with attention instead
     attention_key: str = ""
-    beside_attention: bool = False  # every layer has mixer and attention, which read the same norm
+    parallel_to_attention: bool = (
+        False  # every layer has mixer and attention, which read the same norm
+    )
     alone: bool = False  # every layer has only the mixer
 
     def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has the mixer."""
-        if self.beside_attention or self.alone:
+        if self.parallel_to_attention or self.alone:
             return True
         if self.attention_key:
             return layer not in layer_numbers(config, self.attention_key)

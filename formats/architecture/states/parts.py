@@ -262,7 +262,7 @@ FALCON_H1 = {
     **{name: replace(projection, bias="mlp_bias") for name, projection in _FALCON_MLP.items()},
     "state_mixer": replace(
         mamba("mamba", False, "projectors_bias", _MAMBA_CONV_BIAS, "mamba_rms_norm"),
-        beside_attention=True,
+        parallel_to_attention=True,
     ),
     "norms": (
         BEFORE_ATTENTION,

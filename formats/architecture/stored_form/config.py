@@ -146,7 +146,7 @@ def _canonical_type(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that name a family, if it is read as another one."""
+    """Return new values of the keys that name the family, if it is read as another family."""
     model_type, name = config.get("model_type"), architecture_of(config)
     found: dict[str, Any] = {}
     if isinstance(model_type, str) and model_type in _SAME_LAYERS:

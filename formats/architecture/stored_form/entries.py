@@ -10,7 +10,7 @@ import torch
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import Family
 from formats.architecture.stored_form import deepseek_v4, float_blocks
-from formats.architecture.stored_form.fused_qkv import with_queries_apart
+from formats.architecture.stored_form.fused_qkv import with_separate_qkv
 from formats.architecture.stored_form.joined_rows import with_stated_rows
 from formats.architecture.stored_form.normalized_head import with_normalized_head
 from formats.families import family_of
@@ -54,7 +54,7 @@ def canonical_entries(
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
-    entries = with_queries_apart(config, family, entries)
+    entries = with_separate_qkv(config, family, entries)
     entries = with_stated_rows(config, family, split_experts(config, entries))
     entries = with_normalized_head(config, family, entries)
     exchanged = transposed_names(config, entries)

@@ -1,4 +1,4 @@
-"""Queries, keys and values of MiMo-V2.5, which its files fuse in shards, presented apart.
+"""Queries, keys and values of MiMo-V2.5: its files fuse them in shards, the reader separates them.
 
 A file has one matrix for each layer. It consists of shards, one for each KV head of layers without
 a window: the queries, keys and values of a shard's heads follow each other. In float8 each shard
@@ -19,7 +19,7 @@ import torch
 from formats.architecture.family import Family
 from formats.architecture.sizes import is_size, size
 from formats.codecs.config_fields import BLOCK
-from formats.errors import CheckpointError
+from formats.errors import COPY_CONFIG, CheckpointError
 from formats.files.tensor_entry import ComputedEntry, TensorEntry
 
 LAYOUT, FUSED, APART = "attention_projection_layout", "fused_qkv", "split"
@@ -62,10 +62,10 @@ def rows_of_shards(fused: Any, scales: Any, part: Any) -> torch.Tensor:
     return torch.cat(made).to(part.dtype)
 
 
-def with_queries_apart(
+def with_separate_qkv(
     config: Mapping[str, Any], family: Family, entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with queries, keys and values apart. Raises CheckpointError."""
+    """Return the tensors with separate queries, keys and values. Raises CheckpointError."""
     if family.model_type != FAMILY:
         return entries
     layer = re.escape(family.layer).replace(re.escape("{i}"), r"(\d{1,9})")
@@ -83,7 +83,7 @@ def with_queries_apart(
 def _apart(
     config: Mapping[str, Any], family: Family, layer: int, fused: Any, scales: Any
 ) -> dict[str, TensorEntry]:
-    """Return the entries of one layer's queries, keys and values."""
+    """Return separate entries of one layer's queries, keys and values."""
     sizes = family.sizes(config)
     linears = family.of_layer(layer, config).qkv.linears
     counts = [size(linear.outputs, sizes) for linear in linears]
@@ -94,7 +94,7 @@ def _apart(
             fused.name,
             f"expected {shards} shards with the rows of {counts} queries, keys and values, found"
             f" {list(fused.shape)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     is_coded = fused.dtype == torch.float8_e4m3fn
     height = fused.shape[0] // shards
@@ -104,7 +104,7 @@ def _apart(
             f"{fused.name}{_SCALES}",
             f"expected a scale for each block of {block[0]} rows of {shards} shards, found"
             f" {stated}",
-            "fetch it again",
+            "download it again",
         )
     dtype, found = torch.bfloat16 if is_coded else fused.dtype, {}
     for linear, count, before in zip(linears, counts, accumulate([0, *counts[:-1]]), strict=True):
@@ -129,8 +129,8 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     return tuple(block) if is_known else (128, 128)
 
 
-def apart_keys(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the keys of a config whose queries, keys and values are apart, and floats."""
+def separate_qkv_keys(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the keys of a config with separate queries, keys and values in float."""
     if config.get(LAYOUT) != FUSED:
         return {}
     found: dict[str, Any] = {LAYOUT: APART}

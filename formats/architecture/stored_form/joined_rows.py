@@ -1,8 +1,8 @@
-"""Tensors that transformers joins in a model, and divides into equal parts where it writes them.
+"""Tensors that transformers concatenates when it loads a model, and splits equally when it saves.
 
 OLMo-Hybrid's queries, keys and values have a convolution each in a file, and values are wider.
-transformers 5 writes a third of all rows under each name, and joins them when it reads: the rows
-are the same, one after the other.
+transformers 5 writes a third of all rows under each name, and concatenates the three when it reads:
+the rows and their order are the same.
 """
 
 import re

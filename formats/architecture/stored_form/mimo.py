@@ -5,7 +5,7 @@ from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
-from formats.architecture.stored_form.fused_qkv import apart_keys
+from formats.architecture.stored_form.fused_qkv import separate_qkv_keys
 from formats.architecture.stored_form.parts import known_sizes
 from formats.errors import config_error
 
@@ -22,7 +22,11 @@ def mimo_v2(config: Mapping[str, Any]) -> dict[str, Any]:
     if not is_size(count):
         return {}
     count = min(count, MAX_LAYERS)
-    found = {**apart_keys(config, count), **_layers(config, count), **_rope_parameters(config)}
+    found = {
+        **separate_qkv_keys(config, count),
+        **_layers(config, count),
+        **_rope_parameters(config),
+    }
     if "layernorm_epsilon" in config:
         found["rms_norm_eps"] = config["layernorm_epsilon"]
     if config.get("routed_scaling_factor", 1.0) is None:

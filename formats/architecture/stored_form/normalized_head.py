@@ -1,8 +1,9 @@
 """Heads whose weight is divided by its norms before use: Baichuan 2, some Ling models.
 
-The reader presents the normalized weight and a config without the key. So written files hold the
-normalized weight, and state so under another key: a weight update brings heads of a trainer, which
-are not normalized. A program that normalizes a head again changes no more than last bits.
+The reader presents the normalized weight, and a config without the key that asks for it. Files
+that are written from it hold the normalized weight and say so under another key (IS_NORMALIZED).
+Without that key a head is normalized when it is read, such as a head that a trainer sends in a
+weight update. Normalizing a head twice changes at most the last bits.
 """
 
 from collections.abc import Mapping

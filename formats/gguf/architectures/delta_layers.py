@@ -138,7 +138,9 @@ def kimi_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     heads = config["num_attention_heads"]
     if config["linear_num_heads"] != heads:
         raise CheckpointError(
-            "config.json linear_num_heads", f"expected {heads}, as in attention", REMEDY
+            "config.json linear_num_heads",
+            f"expected {heads}, as in attention, found {config['linear_num_heads']}",
+            REMEDY,
         )
     kinds = config["layer_types"]
     return {

@@ -52,7 +52,9 @@ def _of_layer_inputs(metadata: Any) -> dict[str, Any]:
 def _rows(tensors: Mapping[str, Any], name: str, metadata: Any) -> int:
     """Return the number of rows of a matrix. Raises CheckpointError if it is missing."""
     if name not in tensors:
-        raise CheckpointError(f"{metadata.subject}: {name}", "is missing", "fetch the file again")
+        raise CheckpointError(
+            f"{metadata.subject}: {name}", "is missing", "download the file again"
+        )
     return tensors[name].shape[0]
 
 

@@ -36,7 +36,9 @@ def ministral3_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     every, first = scaling.get("mscale_all_dim"), scaling.get("mscale") or 1.0
     if every and first != 1.0:
         raise CheckpointError(
-            "config.json mscale", f"expected 1.0, which GGUF takes for granted, found {first}"
+            "config.json mscale",
+            f"expected 1.0, which GGUF takes for granted, found {first}",
+            REMEDY,
         )
     found = {
         "rope.scaling.yarn_log_multiplier": every,

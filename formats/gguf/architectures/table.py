@@ -25,7 +25,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def find_architecture(name: Any, subject: str) -> Architecture:
     """Return the row of an architecture. Raises CheckpointError if there is none."""
     if not isinstance(name, str) or not name:
-        raise CheckpointError(subject, "has no general.architecture", "fetch the file again")
+        raise CheckpointError(subject, "has no general.architecture", "download the file again")
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"{subject}: general.architecture",

@@ -45,7 +45,11 @@ def choose_grid(
     if importance_K is not None:
         importance_GL = importance_K.float().view(-1, spec.integer_form.group_size)
         if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
-            raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
+            raise SchemeError(
+                name,
+                "the importance of its inputs must be finite, 0 or more",
+                "make the importance file again from texts that give no NaN",
+            )
         largest_G1 = importance_GL.amax(1, keepdim=True)
         importance_GL = importance_GL.clamp(min=MIN_IMPORTANCE * largest_G1) + (largest_G1 == 0)
     check_finite(name, weight_NK)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError, DiskError, one_line
+from formats.errors import FREE_SPACE, CheckpointError, DiskError, one_line
 from formats.files import staging
 from formats.files.target import check_has_space
 from formats.gguf.block_types import BlockType
@@ -54,7 +54,9 @@ def check_file_is_free(target: str | Path) -> Path:
     """
     path = Path(target)
     if path.suffix != SUFFIX:
-        raise CheckpointError(str(target), f"expected a file name that ends in {SUFFIX}")
+        raise CheckpointError(
+            str(target), f"expected a file name that ends in {SUFFIX}", f"add {SUFFIX} to the name"
+        )
     if path.exists():
         raise CheckpointError(str(target), "exists already", "name another file, or remove it")
     return path
@@ -84,7 +86,7 @@ def write_gguf(
         partial.rename(target)
     except OSError as error:
         problem = f"cannot be written: {one_line(error)}"
-        raise DiskError(str(target), problem, "is the disk full?") from None
+        raise DiskError(str(target), problem, FREE_SPACE) from None
     finally:
         with suppress(FileNotFoundError):
             partial.unlink()

@@ -10,7 +10,7 @@ from typing import Any
 
 from formats.architecture.family import Family
 from formats.architecture.stored_form.config import canonical_config
-from formats.errors import CheckpointError
+from formats.errors import COPY_CONFIG, CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.divisors import ORIGINAL, llama3_divisors
 from formats.gguf.architectures.parts import FREQUENCIES
@@ -234,7 +234,7 @@ def _rope(
         config = {usual: config[own], **config} if own in config else config
     theta = scaling.get("rope_theta", config.get("rope_theta", row.default_theta))
     if theta is None:
-        raise CheckpointError("config.json rope_theta", "is not stated", "add it")
+        raise CheckpointError("config.json rope_theta", "is not stated", COPY_CONFIG)
     part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     rotated = int(width * (row.default_part if part is None else part))
     if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):  # one theta for all lengths

@@ -103,7 +103,12 @@ class TensorMaker:
             for module in modules:
                 weight = self._weight(module)
                 if type_of(weight, module) != kind:
-                    raise CheckpointError(module, f"expected {kind.name}, the type of {modules[0]}")
+                    raise CheckpointError(
+                        module,
+                        f"expected {kind.name}, the type of {modules[0]},"
+                        f" found {type_of(weight, module).name}",
+                        "quantize them with one scheme",
+                    )
                 parts.append(encode_weight(weight, module, exact=self._exact))
             return to_bytes(self._reordered(name, torch.cat(parts)))
 
@@ -132,7 +137,12 @@ class TensorMaker:
             if holds_blocks(entry):
                 for each in names:
                     if self.type_of_floats(each) != kind:
-                        raise CheckpointError(each, f"expected {kind.name}, the type of {names[0]}")
+                        raise CheckpointError(
+                            each,
+                            f"expected {kind.name}, the type of {names[0]},"
+                            f" found {self.type_of_floats(each).name}",
+                            "quantize them with one scheme",
+                        )
                 rows = [self.reader.entries[each].stored_rows() for each in names]
                 return to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self.reader.get(each) for each in names]

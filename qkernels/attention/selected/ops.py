@@ -15,7 +15,7 @@ from qkernels import dispatch
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.ops import paged_attention
 from qkernels.attention.rows import BLOCK_SCORES
-from qkernels.attention.selected.order import highest_places, rows_and_positions, rows_of_block
+from qkernels.attention.selected.order import rows_and_positions, rows_of_block, top_indices
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 
@@ -43,7 +43,7 @@ def select_blocks(
 
     A block's score is the largest product q k of its keys that a row sees. The row's own block and
     the `local` - 1 blocks before it are always selected. A block is `block_size` positions, a
-    multiple of the page size. `kernel` requests a row of block_scores, or forbids some with a
+    multiple of the page size. `kernel` names a row of block_scores, or excludes rows with a
     leading minus.
     """
     op = "select_blocks"
@@ -80,7 +80,7 @@ def select_blocks(
         )
         is_local_NY = (distance_NY >= 0) & (distance_NY < local)
         scores_NJY = scores_NJY.masked_fill(is_local_NY[:, None], torch.inf)
-        blocks_NJS = highest_places(scores_NJY, most)
+        blocks_NJS = top_indices(scores_NJY, most)
         pages_NJX, counts_NJ = _pages_of(
             blocks_NJS, *of_rows, block_size=block_size, page_size=page_size
         )

@@ -44,10 +44,10 @@ def ordered(scores_NK: torch.Tensor) -> torch.Tensor:
     return (order_NK << 32) | torch.arange(K - 1, -1, -1, device=scores_NK.device)
 
 
-def highest_places(scores_NK: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the places [N, S] of the highest scores of each row, ascending; K for no place.
+def top_indices(scores_NK: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the indices [N, S] of the highest scores of each row, ascending; K for none.
 
-    Minus infinity is not chosen. Ties go to the earliest places; torch.topk may return any.
+    Minus infinity is not chosen. Ties go to the lowest indices; torch.topk may return any.
     """
     K = scores_NK.shape[-1]
     found_NS = ordered(scores_NK).topk(min(most, K), dim=-1).values

@@ -5,7 +5,7 @@ Legend: see latent/selected/ops.py; N some rows.
 
 import torch
 
-from qkernels.attention.selected.order import highest_places
+from qkernels.attention.selected.order import top_indices
 
 
 def highest(
@@ -23,7 +23,7 @@ def highest(
     0.
     """
     K = scores_NK.shape[1]
-    keys_NS = highest_places(scores_NK, most)
+    keys_NS = top_indices(scores_NK, most)
     is_key_NS = keys_NS < K
     keys_NS = keys_NS.clamp(max=K - 1)
     pages_NS = tables_RX[requests_N.long()[:, None], keys_NS // page_size]

@@ -79,7 +79,11 @@ def _sharegpt(
     turns = []
     for where, row in _rows(settings, "conversations"):
         if not isinstance(row, dict):
-            raise InputError(where, 'expected {"conversations": [...]}')
+            raise InputError(
+                where,
+                'expected {"conversations": [...]}',
+                "use ShareGPT's format, or another --dataset-name",
+            )
         turns.append(row.get("conversations") or [])
     turns = [each for each in turns if len(each) >= 2]
     random.shuffle(turns)
@@ -131,7 +135,11 @@ def _custom(
     for where, row in _rows(settings, "prompt"):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(prompt, str | list) or not prompt:
-            raise InputError(where, 'expected {"prompt": "..."}')
+            raise InputError(
+                where,
+                'expected {"prompt": "..."}',
+                "name the field as in this example, or use another --dataset-name",
+            )
         yield Sample(
             prompt=prompt,
             prompt_len=len(text.encode(prompt)) if isinstance(prompt, str) else len(prompt),
@@ -212,6 +220,10 @@ def _lines(settings: DatasetSettings) -> list[str]:
     for where, row in json_rows(content, str(path), ("text",)):
         text = row.get("text") if isinstance(row, dict) else row
         if not isinstance(text, str):
-            raise InputError(where, 'expected {"text": "..."}')
+            raise InputError(
+                where,
+                'expected {"text": "..."}',
+                "name the field as in this example, or use another --dataset-name",
+            )
         lines += text.splitlines()
     return lines

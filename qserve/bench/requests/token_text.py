@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from formats.errors import InputError
+from formats.errors import CHECK_ACCESS, InputError
 
 DEFAULT_VOCAB_SIZE = 8000
 ATTEMPTS = 10  # attempts to find a text that encodes to the requested number of tokens
@@ -44,7 +44,7 @@ class TokenText:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
             # The package raises plain Exception for unreadable files.
-            raise InputError(str(file), f"cannot be read: {error}") from None
+            raise InputError(str(file), f"cannot be read: {error}", CHECK_ACCESS) from None
         special = set(self._tokenizer.get_added_tokens_decoder())
         size = min(self._tokenizer.get_vocab_size(), vocab_size or 2**31)
         self._plain_ids = np.array([each for each in range(size) if each not in special])

@@ -48,10 +48,12 @@ def read_trace(path: str, most: int | None = None, kind: str | None = None) -> l
                     break
         except (KeyError, ValueError, TypeError) as error:
             raise InputError(
-                path, f"request {len(rows) + 1} cannot be read: {type(error).__name__}: {error}"
+                path,
+                f"request {len(rows) + 1} cannot be read: {type(error).__name__}: {error}",
+                "remove the line, or repair it",
             ) from None
     if not rows:
-        raise InputError(path, "contains no request")
+        raise InputError(path, "contains no request", "give a trace with one JSON object a line")
     rows.sort(key=lambda row: row.arrival)
     start = rows[0].arrival
     return [
@@ -73,6 +75,7 @@ def _reader_of(path: str, head: str) -> Callable[[Iterator[str]], Iterator[Trace
         path,
         f"expected a trace with one of {', '.join(field for field, _ in BY_FIELD)} in its first"
         f" line, found {head[:80]!r}",
+        "convert the trace to one of these forms",
     )
 
 

@@ -168,7 +168,11 @@ class HttpClient:
         except ValueError:
             self._host = None
         if parts.scheme not in ("http", "https") or self._host is None:
-            raise InputError("--base-url", f"expected http://HOST:PORT, found {url!r}")
+            raise InputError(
+                "--base-url",
+                f"expected http://HOST:PORT, found {url!r}",
+                "give the address that the server printed, such as http://127.0.0.1:8000",
+            )
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._prefix = parts.path.rstrip("/")
         self._ssl: ssl.SSLContext | None = None

@@ -43,7 +43,9 @@ class LoadClient:
                 self._extra = None
             if not isinstance(self._extra, dict):
                 raise InputError(
-                    "--extra-body", f"expected a JSON object, found {settings.extra_body!r}"
+                    "--extra-body",
+                    f"expected a JSON object, found {settings.extra_body!r}",
+                    "for example '{\"top_k\": 20}'",
                 )
 
     def body(self, sample: Sample, ignore_eos: bool) -> bytes:

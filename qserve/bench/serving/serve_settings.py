@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve.command_line.setting import check_settings, setting
+from qserve.errors import LEAVE_OUT
 
 BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "qserve")
 RAMP_UPS = ("linear", "exponential")
@@ -133,18 +134,24 @@ class ServeBenchSettings(MetricSettings):
         _ = self.metrics, self.percentiles, self.limits_ms, self.headers
         ramp = (self.ramp_up_start_rps, self.ramp_up_end_rps)
         if self.ramp_up_strategy is None and ramp != (None, None):
-            raise InputError("--ramp-up-start-rps", "requires --ramp-up-strategy")
+            raise InputError(
+                "--ramp-up-start-rps",
+                "requires --ramp-up-strategy",
+                "add --ramp-up-strategy linear",
+            )
         if self.ramp_up_strategy is not None:
             if None in ramp or math.isfinite(self.request_rate):
                 raise InputError(
                     "--ramp-up-strategy",
                     "requires --ramp-up-start-rps and --ramp-up-end-rps, without --request-rate",
+                    "give both rates, and leave --request-rate out",
                 )
             if ramp[0] > ramp[1] or (self.ramp_up_strategy == "exponential" and ramp[0] <= 0):
                 raise InputError(
                     "--ramp-up-start-rps",
                     "expected less than --ramp-up-end-rps, above 0 if exponential,"
                     f" found {ramp[0]}",
+                    "give a lower first rate, or a higher last one",
                 )
 
     @property
@@ -173,7 +180,9 @@ def read_metrics(text: str) -> tuple[str, ...]:
     for name in asked:
         if name not in METRICS:
             raise InputError(
-                "--percentile-metrics", f"expected some of {', '.join(METRICS)}, found {name!r}"
+                "--percentile-metrics",
+                f"expected some of {', '.join(METRICS)}, found {name!r}",
+                LEAVE_OUT,
             )
     return tuple(name for name in METRICS if name in asked)
 
@@ -185,7 +194,11 @@ def read_percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = (-1.0,)
     if not all(0 <= each <= 100 for each in found):
-        raise InputError("--metric-percentiles", f"expected numbers from 0 to 100, found {text!r}")
+        raise InputError(
+            "--metric-percentiles",
+            f"expected numbers from 0 to 100, found {text!r}",
+            "write them as 50,95,99",
+        )
     return found
 
 
@@ -213,6 +226,8 @@ def read_pairs(flag: str, texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise InputError(flag, f"expected KEY=VALUE, found {text!r}")
+            raise InputError(
+                flag, f"expected KEY=VALUE, found {text!r}", f"write {flag} KEY=VALUE for each pair"
+            )
         pairs[name] = value
     return pairs

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError, one_line
+from formats.errors import CHECK_ACCESS, InputError, one_line
 from qserve.bench.serving.sweep_settings import SweepSettings
 from qserve.bench.statistics import mean
 from qserve.processes.child_process import stop_blocking
@@ -94,7 +94,11 @@ def _run_all(
             if settings.after_bench_cmd is not None:
                 code = subprocess.run(shlex.split(settings.after_bench_cmd), check=False).returncode
                 if code:
-                    raise InputError("--after-bench-cmd", f"ended with exit code {code}")
+                    raise InputError(
+                        "--after-bench-cmd",
+                        f"ended with exit code {code}",
+                        "run the command alone to see its error",
+                    )
         runs.append(json.loads(path.read_text(encoding="utf-8")))
     return runs, failed
 
@@ -134,7 +138,11 @@ def _port(words: list[str]) -> int:
         elif word.startswith("--port="):
             port = word.removeprefix("--port=")
     if not port.isdecimal():
-        raise InputError("--serve-cmd", f"expected a number after --port, found {port!r}")
+        raise InputError(
+            "--serve-cmd",
+            f"expected a number after --port, found {port!r}",
+            "write --port 8000, or leave it out for 8000",
+        )
     return int(port)
 
 
@@ -147,9 +155,15 @@ def _wait_until_ready(process: subprocess.Popen, url: str, seconds: float) -> No
         except (urllib.error.URLError, OSError):
             code = process.poll()
             if code is not None:
-                raise InputError("--serve-cmd", f"ended with exit code {code}") from None
+                raise InputError(
+                    "--serve-cmd",
+                    f"ended with exit code {code}",
+                    "run the command alone to see its error",
+                ) from None
             if time.monotonic() >= end:
-                raise InputError("--serve-cmd", f"was not ready after {seconds:g} s") from None
+                raise InputError(
+                    "--serve-cmd", f"was not ready after {seconds:g} s", "raise --ready-timeout"
+                ) from None
             time.sleep(0.5)
 
 
@@ -159,7 +173,7 @@ def _params(path: str | None) -> list[dict[str, Any]]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(path, f"cannot be read: {one_line(error)}") from None
+        raise InputError(path, f"cannot be read: {one_line(error)}", CHECK_ACCESS) from None
     found = [found] if isinstance(found, dict) else found
     if not isinstance(found, list) or not found or not all(isinstance(e, dict) for e in found):
         raise InputError(

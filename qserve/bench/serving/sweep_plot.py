@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError, one_line
+from formats.errors import CHECK_ACCESS, InputError, one_line
 from qserve.bench.pyplot import import_pyplot
 from qserve.bench.serving.sweep_settings import PlotSettings
 
@@ -40,7 +40,11 @@ def bench_plot_pareto(results: str, settings: PlotSettings) -> int:
     rows, pyplot = read_results(results), import_pyplot("a plot")
     points = pareto_points(rows, settings.gpus)
     if not points:
-        raise InputError(results, "requires results with median_tpot_ms and output_throughput")
+        raise InputError(
+            results,
+            "requires results with median_tpot_ms and output_throughput",
+            "give a folder that `qserve bench sweep serve` wrote",
+        )
     figure, axis = pyplot.subplots(figsize=(7, 5))
     axis.scatter(*zip(*points, strict=True))
     # A marker makes a frontier of only one point visible too.
@@ -66,7 +70,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
             found = json.loads(file.read_text(encoding="utf-8"))
             rows += found if isinstance(found, list) else [found]
     except (OSError, ValueError) as error:
-        raise InputError(path, f"cannot be read: {one_line(error)}") from None
+        raise InputError(path, f"cannot be read: {one_line(error)}", CHECK_ACCESS) from None
     if not rows:
         raise InputError(
             path, "contains no result", "give the folder of one sweep, such as results/DATE"
@@ -90,7 +94,11 @@ def curves(
         if point[0] != float("inf"):
             found[str(row.get(by) or row.get("backend") or "")].append(point)
     if not found:
-        raise InputError(f"--x {x}", f"no result has a number for this key and for {y}")
+        raise InputError(
+            f"--x {x}",
+            f"no result has a number for this key and for {y}",
+            "give another key of the results as --x",
+        )
     return {name: sorted(points) for name, points in found.items()}
 
 

@@ -50,9 +50,15 @@ def _check_command(flag: str, command: str | None) -> None:
     try:
         words = ["-"] if command is None else shlex.split(command)
     except ValueError as error:
-        raise InputError(flag, f"cannot be read as a command: {error}, in {command!r}") from None
+        raise InputError(
+            flag, f"cannot be read as a command: {error}, in {command!r}", "close its quotes"
+        ) from None
     if not words:
-        raise InputError(flag, "expected a command, found none")
+        raise InputError(
+            flag,
+            "expected a command, found none",
+            "quote the whole command, such as 'qserve serve MODEL'",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

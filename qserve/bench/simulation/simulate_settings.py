@@ -77,7 +77,13 @@ class SimulateSettings(MetricSettings):
         _ = self.metrics, self.percentiles, self.limits_ms
         if (self.steps is None) == (self.step_ms is None):
             raise InputError(
-                "--steps", "expected either --steps or --step-ms, which say how long a step takes"
+                "--steps",
+                "expected either --steps or --step-ms, which say how long a step takes",
+                "give one of them",
             )
         if self.find_max_rate and (not self.goodput or self.trace is not None):
-            raise InputError("--find-max-rate", "requires --goodput, and no --trace")
+            raise InputError(
+                "--find-max-rate",
+                "requires --goodput, and no --trace",
+                "add --goodput, and leave --trace out",
+            )

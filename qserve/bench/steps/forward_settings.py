@@ -73,7 +73,11 @@ def numbers(text: str) -> list[int]:
     try:
         return [int(each) for each in text.split(",")]
     except ValueError:
-        raise InputError("numbers", f"expected numbers such as 1,8,32, found {text!r}") from None
+        raise InputError(
+            "numbers",
+            f"expected numbers such as 1,8,32, found {text!r}",
+            "separate whole numbers by commas",
+        ) from None
 
 
 def _read_shapes(path: str) -> list[StepCase]:
@@ -87,4 +91,8 @@ def _read_shapes(path: str) -> list[StepCase]:
             for case in content["cases"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(path, f"expected a file of cases: {one_line(error)}") from None
+        raise InputError(
+            path,
+            f"expected a file of cases: {one_line(error)}",
+            'write {"cases": [{"name": ..., "requests": [...]}]}',
+        ) from None

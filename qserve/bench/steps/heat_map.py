@@ -25,7 +25,9 @@ def draw_heat_maps(
     }
     maps = {kind: values for kind, values in maps.items() if not np.isnan(values).all()}
     if not maps:
-        raise InputError("--plot", "requires --decode-batches or --prefill-tokens")
+        raise InputError(
+            "--plot", "requires --decode-batches or --prefill-tokens", "add one of these flags"
+        )
     figure, axes = pyplot.subplots(1, len(maps), figsize=(7 * len(maps), 5), squeeze=False)
     for axis, (kind, values) in zip(axes[0], maps.items(), strict=True):
         xs, ys = grids[kind]

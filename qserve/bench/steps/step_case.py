@@ -69,7 +69,9 @@ class StepCase:
         for each in case.requests:
             if not each.count or not each.query_len or each.num_sampled > each.query_len:
                 raise InputError(
-                    "--case", f"expected at least one token per draft and request, found {text!r}"
+                    "--case",
+                    f"expected at least one token per draft and request, found {text!r}",
+                    "give more tokens, or fewer drafts",
                 )
         return case
 

@@ -51,7 +51,9 @@ class StepTimes:
             return cls.fit(result["cases"], tuple(rows["decode"]), tuple(rows["chunk"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                path, f"expected a result of bench forward: {one_line(error)}"
+                path,
+                f"expected a result of bench forward: {one_line(error)}",
+                "write one with `qserve bench forward --output-json FILE`",
             ) from None
 
     @classmethod

@@ -103,7 +103,11 @@ class Operations:
     def check_sleep(self, level: int) -> None:
         """Raise InputError if the engine does not support this sleep level."""
         if level not in LEVELS:
-            raise InputError("sleep level", f"expected 0, 1 or 2, found {level!r:.40}")
+            raise InputError(
+                "sleep level",
+                f"expected 0, 1 or 2, found {level!r:.40}",
+                "1 moves the weights to the host's memory, 2 drops them",
+            )
         if level:
             _ = self._residence  # raises if weights cannot leave the device
 
@@ -124,7 +128,11 @@ class Operations:
         wanted = tuple(TAGS if tags is None else tags)
         for tag in wanted:
             if tag not in TAGS:
-                raise InputError("tags", f"expected {', '.join(TAGS)}, found {tag!r:.40}")
+                raise InputError(
+                    "tags",
+                    f"expected {', '.join(TAGS)}, found {tag!r:.40}",
+                    "leave tags out to wake all",
+                )
         if not self.is_sleeping:
             return
         residence = self._residence
@@ -292,7 +300,11 @@ class Operations:
                     "update with digests",
                 )
             if self._config.load_format == "dummy":
-                raise InputError("weight digests", "random weights have none")
+                raise InputError(
+                    "weight digests",
+                    "random weights have none",
+                    "serve the model without --load-format dummy",
+                )
             staged = self._residence.stage_folder(None, digests=True)
             self._digests = dict(staged.digests or {})
         return WeightDigests(

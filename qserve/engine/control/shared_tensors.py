@@ -101,7 +101,11 @@ def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Te
             known = ", ".join(DTYPES)
             raise InputError(name, f"has the unknown dtype {each.dtype!r:.40}", f"known: {known}")
         if any(not 0 <= size < 2**40 for size in (*each.shape, each.offset)):
-            raise InputError(name, f"has the shape {each.shape!s:.80}, offset {each.offset}")
+            raise InputError(
+                name,
+                f"has the shape {each.shape!s:.80}, offset {each.offset}",
+                "send the tensor's own shape and offset",
+            )
         if each.cuda is not None:
             yield each.name, _open_cuda(each, dtype, name)
             continue
@@ -136,6 +140,7 @@ def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
             name,
             f"is not in a file {_folder() / PREFIX}* or {TORCH_PREFIX}*,"
             f" found {shared.path!r:.200}",
+            "send it with qserve.training, or share it with torch.multiprocessing",
         )
     try:
         found = path.lstat()
@@ -144,12 +149,17 @@ def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
             name, f"its file cannot be read: {error}", "keep it until the update has ended"
         ) from None
     if not stat.S_ISREG(found.st_mode) or shared.offset % item_bytes:
-        raise InputError(name, "is not in a regular file, or not aligned there")
+        raise InputError(
+            name,
+            "is not in a regular file, or not aligned there",
+            "share the tensor again, and keep it until the update has ended",
+        )
     if shared.offset + num_bytes > found.st_size:
         raise InputError(
             name,
             f"its bytes {shared.offset} to {shared.offset + num_bytes} are not in its file of"
             f" {found.st_size} bytes",
+            "share the tensor again, and keep it until the update has ended",
         )
 
 

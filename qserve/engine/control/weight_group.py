@@ -29,11 +29,19 @@ class WeightGroup:
         self.name, self.backend = command.name, command.backend
         self._where = f"{command.address}:{command.port}"
         if command.backend not in KEYS:
-            raise InputError("backend", f"expected nccl or gloo, found {command.backend!r:.40}")
+            raise InputError(
+                "backend",
+                f"expected nccl or gloo, found {command.backend!r:.40}",
+                "use gloo, or nccl on GPUs",
+            )
         if command.backend == NCCL and device.type != "cuda":
             raise InputError("backend nccl", f"does not work on a {device.type}", "use gloo")
         if not 0 <= rank < command.world_size or command.world_size < 2:
-            raise InputError("rank_offset", f"expected 1 to {command.world_size - 1}, found {rank}")
+            raise InputError(
+                "rank_offset",
+                f"expected 1 to {command.world_size - 1}, found {rank}",
+                "give each engine its own rank; the trainer has rank 0",
+            )
         self._device = device if command.backend == NCCL else torch.device("cpu")
         timeout = timedelta(seconds=command.timeout)
         try:
@@ -55,13 +63,22 @@ class WeightGroup:
             raise InputError(
                 "names, dtypes, shapes",
                 f"expected as many of each, found {len(names)}, {len(dtypes)}, {len(shapes)}",
+                "send a name, a dtype and a shape for each tensor",
             )
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             known = DTYPES.get(dtype.removeprefix("torch."))
             if known is None:
-                raise InputError(f"tensor {name:.200}", f"has the unknown dtype {dtype!r:.40}")
+                raise InputError(
+                    f"tensor {name:.200}",
+                    f"has the unknown dtype {dtype!r:.40}",
+                    f"known: {', '.join(DTYPES)}",
+                )
             if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-                raise InputError(f"tensor {name:.200}", f"has the shape {shape!s:.80}")
+                raise InputError(
+                    f"tensor {name:.200}",
+                    f"has the shape {shape!s:.80}",
+                    "send the shape of the model's tensor",
+                )
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             known = DTYPES[dtype.removeprefix("torch.")]
             yield name, self.broadcast(torch.empty(shape, dtype=known, device=self._device))

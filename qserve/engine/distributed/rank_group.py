@@ -116,7 +116,7 @@ class RankGroup:
             for link in self._links:
                 link.print_stacks()
 
-    def break_off(self, reason: str) -> None:
+    def forbid_steps(self, reason: str) -> None:
         """Prevent further steps, because the leader left a step unfinished."""
         if self._failure is None:
             self._failure = Failure(0, "", reason, "")

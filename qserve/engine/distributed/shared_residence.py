@@ -119,7 +119,7 @@ class SharedResidence:
             for each in theirs:
                 each.result()
         except BaseException as error:
-            self._rank_group.break_off(f"some ranks have new weights, others not: {error}")
+            self._rank_group.forbid_steps(f"some ranks have new weights, others not: {error}")
             raise
 
     def _send(self, named: list[tuple[str, torch.Tensor]]) -> None:

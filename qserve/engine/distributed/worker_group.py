@@ -379,7 +379,9 @@ class WorkerGroup:
             rank_group.explain(error)
             raise
         except BaseException:  # a second Ctrl-C: the other ranks wait for this one in the step
-            rank_group.break_off("it was interrupted in a step; close the model and load it again")
+            rank_group.forbid_steps(
+                "it was interrupted in a step; close the model and load it again"
+            )
             raise
         finally:
             rank_group.is_waiting = False

@@ -63,7 +63,11 @@ class AdapterLoads:
         cancelled = self._cancelled[command.number]
         try:
             if cancelled.is_set():
-                raise InputError(command.lora.lora_path, "was not read: the request was cancelled")
+                raise InputError(
+                    command.lora.lora_path,
+                    "was not read: the request was cancelled",
+                    "send the request again",
+                )
             packed = read(command.lora.lora_path, lambda: not cancelled.is_set())
             return AdapterRead(command=command, packed=packed)
         except (InputError, OSError) as error:

@@ -250,7 +250,7 @@ def _start(engine_path: str, client: _ClientConnection, inbox: Inbox) -> object 
     ranks = None
     try:
         num_cores = len(os.sched_getaffinity(0))
-        config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
+        config = cpu_threads.with_server_core(message.config, num_cores=num_cores)
         ranks = WaitingRanks.of(config)  # the ranks import modules while this process does
         make = importing.result()
         engine = make(config) if ranks is None else make(config, ranks)

@@ -16,6 +16,7 @@ from qserve.engine.control.commands import AnyCommand, EngineState, Outcome, Upd
 from qserve.engine.ipc.client import ENGINE_NAME, EngineClient, Limits, Watch, WatchEngine, ignore
 from qserve.engine.ipc.waiting import ENGINE, WaitingEngine
 from qserve.engine.token_event import TokenEvent
+from qserve.errors import relayed_error
 from qserve.lora.request import LoRARequest
 from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
@@ -205,6 +206,6 @@ class EngineSupervisor:
         _, problem = await client.operate(self._update)
         if problem:
             await client.close()
-            raise InputError("the weights of the last update", problem)
+            raise relayed_error("the weights of the last update", problem)
         version = client.state.weight_version
         logger.info("%s has weights version %s", self._name, version)

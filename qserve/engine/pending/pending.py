@@ -14,7 +14,7 @@ from qserve.engine.pending.remote_kv import RemoteKv
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.token_event import TokenEvent
-from qserve.errors import BusyError
+from qserve.errors import LEAVE_OUT, BusyError
 from qserve.lora.adapter_table import AdapterTable
 from qserve.model.model_config import ModelConfig
 from qserve.structured.compiler import GrammarCompiler
@@ -65,7 +65,16 @@ class GrammarQueue:
             except InputError as error:
                 found.append((request, error))
             except Exception as error:  # any failure must end only the requests of this grammar
-                found.append((request, InputError("structured_outputs", one_line(error))))
+                found.append(
+                    (
+                        request,
+                        InputError(
+                            "structured_outputs",
+                            one_line(error),
+                            "send another schema or grammar; the server's log has the details",
+                        ),
+                    )
+                )
         return found
 
     def close(self) -> None:
@@ -174,7 +183,9 @@ def _refusal(request: Request, reason: str, is_temporary: bool = False) -> Token
 def check_mode(mode: str) -> None:
     """Raise InputError for an unknown mode."""
     if mode not in MODES:
-        raise InputError("mode", f"expected one of {', '.join(MODES)}, found {mode!r:.40}")
+        raise InputError(
+            "mode", f"expected one of {', '.join(MODES)}, found {mode!r:.40}", LEAVE_OUT
+        )
 
 
 class Pause:

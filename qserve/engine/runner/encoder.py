@@ -40,13 +40,13 @@ class Encoder:
         tower: Tower | None,
         ropes: AxisRopes | None,
         vision: VisionConfig,
-        bytes_to_come: int,
+        deferred_bytes: int,
     ) -> None:
         """`tower`: None on later pipeline stages. `ropes`: None if positions have one axis.
 
-        `bytes_to_come`: device memory to reserve for kept embeddings and for a call of the tower.
+        `deferred_bytes`: device memory to reserve for kept embeddings and for a call of the tower.
         """
-        self.tower, self.bytes_to_come = tower, bytes_to_come
+        self.tower, self.deferred_bytes = tower, deferred_bytes
         # number of first layers whose outputs get more embeddings added (deepstack)
         self._num_levels = vision.num_levels
         self._sees_ahead_in_windows = vision.sees_ahead_in_windows
@@ -93,8 +93,8 @@ class Encoder:
         text = f", layers in {scheme}" if scheme else ""
         logger.info("Vision tower: %.2f GiB in %s%s", size / 2**30, tower.dtype, text)
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
-        bytes_to_come = encoder_rows(config) * width + tower.workspace_bytes
-        encoder = cls(tower, ropes, vision, bytes_to_come)
+        deferred_bytes = encoder_rows(config) * width + tower.workspace_bytes
+        encoder = cls(tower, ropes, vision, deferred_bytes)
         if decoder.device.type == "cuda" and not config.enforce_eager:
             encoder.use_graphs()
         return encoder
@@ -105,7 +105,7 @@ class Encoder:
             return
         self._graphs = TowerGraphs(self.tower.of_grids)
         self.tower.encode_grid = self._graphs.encode
-        self.bytes_to_come += self.tower.activation_bytes(MAX_PATCHES) + self._graphs.buffer_bytes
+        self.deferred_bytes += self.tower.activation_bytes(MAX_PATCHES) + self._graphs.buffer_bytes
 
     def close_graphs(self) -> None:
         """Free the tower's CUDA graphs. Later calls capture them again."""

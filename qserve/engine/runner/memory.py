@@ -100,15 +100,15 @@ def num_pages_on_gpu(
     stats = torch.cuda.memory_stats(device)
     # Memory outside of torch's allocator: the CUDA context, other processes.
     outside = total - free - stats["reserved_bytes.all.current"]
-    # bytes_to_come is allocated later, for example with the first request that has a penalty.
-    peak = step_peak + outside + runner.bytes_to_come + graphs
+    # deferred_bytes is allocated later, for example with the first request that has a penalty.
+    peak = step_peak + outside + runner.deferred_bytes + graphs
     budget = total * runner.config.gpu_memory_utilization
     logger.info(
         "GPU memory: weights %.2f GiB, activations %.2f GiB, CUDA graphs %.2f GiB, outside of"
         " torch %.2f GiB; %.2f GiB are left for KV pages of %.2f GiB * %g"
         " (--gpu-memory-utilization)",
         weights / GIB,
-        (step_peak - weights + runner.bytes_to_come) / GIB,
+        (step_peak - weights + runner.deferred_bytes) / GIB,
         graphs / GIB,
         outside / GIB,
         (budget - peak) / GIB,

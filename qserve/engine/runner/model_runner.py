@@ -149,15 +149,15 @@ class ModelRunner:
             with_states=self.has_states,
             split_rule=next((rule for rule in rules if rule is not None), None),
             page_size=self.config.block_size,
-            decode_rows=max(1, self.most_rows) if divides else 0,
+            decode_query_len=max(1, self.most_rows) if divides else 0,
         )
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         """Bytes of device memory that may still be allocated later, outside of steps."""
-        of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
-        of_layer = max((spec.bytes_to_come for spec in self.cache_specs), default=0)
-        return self.sampler.history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
+        of_encoder = 0 if self.encoder is None else self.encoder.deferred_bytes
+        of_layer = max((spec.deferred_bytes for spec in self.cache_specs), default=0)
+        return self.sampler.history.deferred_bytes + SLICE_BYTES + of_encoder + of_layer
 
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the KV pages and, if the model has them, the states."""
@@ -231,7 +231,7 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
-            decode_rows=self.batch_form.decode_rows,
+            decode_query_len=self.batch_form.decode_query_len,
             media=self.media_buffers(),
             in_step=self._ranks.are_many,
             with_whole=speculator is None and pipeline is None and self.device.type == "cuda",

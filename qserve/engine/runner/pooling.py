@@ -34,6 +34,7 @@ def check_pooling(subject: str, params: PoolingParams, model: ModelConfig) -> No
             f"{subject} dimensions",
             f"expected at most {model.hidden_size}, the model's hidden size,"
             f" found {params.dimensions}",
+            "leave dimensions out, or lower it",
         )
     if params.kind == LABELS and not model.labels:
         raise InputError(
@@ -46,7 +47,9 @@ def check_pooling(subject: str, params: PoolingParams, model: ModelConfig) -> No
     for token in params.token_ids:
         if not 0 <= token < model.vocab_size:
             raise InputError(
-                f"{subject} token_ids", f"token id {token} is not in 0..{model.vocab_size - 1}"
+                f"{subject} token_ids",
+                f"token id {token} is not in 0..{model.vocab_size - 1}",
+                "encode the text with this model's tokenizer",
             )
 
 

@@ -54,7 +54,9 @@ class RankResidence:
                 raise InputError(f"tensor {name}", f"has the dtype {dtype}", f"known: {known}")
             self._received[name] = torch.empty(shape, dtype=DTYPES[dtype])
         if name not in self._received:
-            raise InputError(f"tensor {name}", "its first bytes were rejected")
+            raise InputError(
+                f"tensor {name}", "its first bytes were rejected", "send the whole tensor again"
+            )
         whole = self._received[name].flatten().view(torch.uint8)
         whole[start : start + len(content)] = torch.from_numpy(content)
 

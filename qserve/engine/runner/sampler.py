@@ -25,7 +25,7 @@ class TokenHistory:
         self.table: torch.Tensor | None = None  # [W, V] int32, allocated at the first fill
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         """Bytes of the table if it is not allocated yet, else 0."""
         return 0 if self.table is not None else math.prod(self._shape) * torch.int32.itemsize
 

@@ -399,8 +399,8 @@ class Worker:
     def _graph_step(self) -> StepInput:
         """Return a step of padding about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
-        sizes, decode_rows = self.runner.chunk_sizes, self.runner.batch_form.decode_rows
-        tokens = max_graph_tokens(sizes, rows, config.max_num_batched_tokens, decode_rows)
+        sizes, decode_query_len = self.runner.chunk_sizes, self.runner.batch_form.decode_query_len
+        tokens = max_graph_tokens(sizes, rows, config.max_num_batched_tokens, decode_query_len)
         count = min(max(1, tokens // rows), self._max_model_len)
         return StepInput.padding(
             num_requests=rows,

@@ -59,7 +59,7 @@ class EncoderBudget:
             # The drafter lacks this embedding, so the chunk's last row waits for the step that
             # encodes the item. A single row does not wait: two adjacent items may never be on the
             # device together.
-            if item is not None and not self._has(item) and count > 1:
+            if item is not None and not self._make_readable(item) and count > 1:
                 return count - 1
         return count
 
@@ -71,7 +71,7 @@ class EncoderBudget:
                 break
             if item.is_mutual and item.end > start + count:
                 return max(0, item.offset - start)  # its rows attend to each other, in one step
-            if not self._has(item):
+            if not self._make_readable(item):
                 return max(0, item.offset - start)
         return count
 
@@ -93,8 +93,8 @@ class EncoderBudget:
         self._kept.clear()
         self._num_kept = 0
 
-    def _has(self, item: MediaItem) -> bool:
-        """Return True if the step can read an item. Plans to encode it if it is not encoded."""
+    def _make_readable(self, item: MediaItem) -> bool:
+        """Plan to encode an item that the device lacks. Returns True if the step can read it."""
         digest, rows = item.digest, item.num_embeds
         if digest in self._kept:
             self._kept.move_to_end(digest)

@@ -101,7 +101,7 @@ class _StepView:
         self.num_to_limits = sum([row.num_to_limit for row in self._rows])
         self._columns: np.ndarray | None = None  # [columns, requests]; cache of the first rows
 
-    def is_of(self, running: list[Request]) -> bool:
+    def describes(self, running: list[Request]) -> bool:
         """Return True if the view still describes `running`.
 
         False, for example, if an allowed request is not the last of the running ones.
@@ -197,7 +197,7 @@ class MemoryForecast:
         if request is self._refused:
             return False
         view = self._view
-        if view is None or not view.is_of(running):
+        if view is None or not view.describes(running):
             view = self._view = _StepView(self._pool, running)
         row = view.row(request, num_needed)
         num_free = view.num_free - num_needed

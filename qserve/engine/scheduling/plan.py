@@ -46,7 +46,7 @@ class StepPlan:
     # requests whose samples are discarded because their masks were late
     late: frozenset[Request] = frozenset()
 
-    def leave_out_(self, late: frozenset[Request]) -> "StepPlan":
+    def drop_late_samples_(self, late: frozenset[Request]) -> "StepPlan":
         """Return the plan without the samples of requests whose masks were not ready.
 
         These requests are planned again when their masks are ready, and recompute their newest

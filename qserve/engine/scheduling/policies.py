@@ -14,6 +14,7 @@ from typing import Any
 
 from formats.errors import InputError
 from qserve.engine.request import Request
+from qserve.errors import LEAVE_OUT
 
 FLAG = "--scheduling-policy"
 # Number of admissions from lower levels after which a waiting request of a higher level ages. One
@@ -167,7 +168,7 @@ def _load(path: str) -> type[Policy]:
     module, _, name = path.replace(":", ".").rpartition(".")
     expected = f"expected one of {', '.join(POLICIES)}, or module:Class"
     if not module:
-        raise InputError(FLAG, f"{expected}, found {path!r}")
+        raise InputError(FLAG, f"{expected}, found {path!r}", LEAVE_OUT)
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -122,7 +122,7 @@ class RunningSet:
             request.beams.leave_step(step.chunks, self.pool)
         self.stop(request)
         for row in request.rows:
-            row.wait_again()
+            row.reset_after_preemption()
         self.waiting.push_front(request.rows[0])
         step.preempted.append(request.rows[0])
 

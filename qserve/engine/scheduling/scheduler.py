@@ -63,7 +63,7 @@ class Scheduler:
             raise InputError(
                 "max_num_batched_tokens",
                 f"expected at least max_num_seqs ({max_num_seqs}), found {max_num_batched_tokens}",
-                "a running request must get a token in every step; lower --max-num-seqs",
+                "lower --max-num-seqs: a running request needs a token in every step",
             )
         self.pool = pool
         self.states = states or StatePool(None)

@@ -1,8 +1,8 @@
 """WaitingQueue: requests that wait for admission, in order; WaitingLevels: one queue per priority.
 
 Preempted requests come first. Then clients take turns, and the groups of a client take turns. A
-group is all outputs of one API request. Within a group, and among all requests if no clients or
-groups are named, the order is first come, first served.
+group is all outputs of one API request; a flow is one group of one client. Within a group, and
+among all requests if no clients or groups are named, the order is first come, first served.
 
 A turn costs a constant plus the tokens of the request; the tokens of its prompt count twice if
 their log probabilities are reported. The bounds are:

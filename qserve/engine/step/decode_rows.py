@@ -11,19 +11,19 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 
 
-def num_decodes(step: StepInput, max_rows: int) -> int:
-    """Return how many requests come before the first prompt chunk. Decodes have up to max_rows."""
-    is_chunk_R = np.diff(step.query_starts_R1) > max_rows
+def num_decodes(step: StepInput, decode_query_len: int) -> int:
+    """Return the number of decodes: the requests before the first one with more rows than this."""
+    is_chunk_R = np.diff(step.query_starts_R1) > decode_query_len
     return int(np.argmax(is_chunk_R)) if is_chunk_R.any() else step.num_requests
 
 
-def decode_rows(step: StepInput, device: torch.device, max_rows: int) -> DecodeRows | None:
+def decode_rows(step: StepInput, device: torch.device, decode_query_len: int) -> DecodeRows | None:
     """Return the decodes of a step that also has prompt chunks, which follow the decodes.
 
-    A decode has at most `max_rows` rows. None: the step has no chunk, or begins with one, which
-    every request does if `max_rows` is 0.
+    A decode has at most `decode_query_len` rows; if that is 0, every request is a chunk. None: the
+    step has no chunk, or no decode.
     """
-    count = num_decodes(step, max_rows)
+    count = num_decodes(step, decode_query_len)
     if count in (0, step.num_requests):
         return None
     arrays = (

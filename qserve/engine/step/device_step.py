@@ -32,9 +32,9 @@ class BatchForm:
     with_states: bool = False  # True: some layer has a recurrent state
     split_rule: SplitRule | None = None  # None: no step is split
     page_size: int
-    # Attention computes decodes, which have up to so many rows, apart from prompt chunks; 0: it
-    # computes all requests alike.
-    decode_rows: int = 0
+    # A request with at most so many rows is a decode, and attention computes decodes separately
+    # from prompt chunks. 0: it computes all requests in the same way.
+    decode_query_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Batch(StepInputs):
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             split=split,
-            decodes=decode_rows(step, device, form.decode_rows),
+            decodes=decode_rows(step, device, form.decode_query_len),
             is_media_T=None if media_T is None else to_device(media_T, device),
         )
 

@@ -94,7 +94,11 @@ class NixlAgent:
         try:
             self._agent: Any = nixl_agent(name, nixl_agent_config(backends=[backend]))
         except Exception as error:  # NIXL's exceptions have no common base class
-            raise InputError(f"{FLAG} nixl", f"cannot start: {_text(error)}") from error
+            raise InputError(
+                f"{FLAG} nixl",
+                f"cannot start: {_text(error)}",
+                "choose another backend, or the connector peer, which needs no NIXL",
+            ) from error
         if backend not in self._agent.backends:
             raise InputError(
                 f"{FLAG} backend",

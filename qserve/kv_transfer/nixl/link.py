@@ -107,7 +107,9 @@ class AnnouncedTable(SlotTable):
         except OSError as error:
             self.close()
             raise InputError(
-                f"{FLAG} path", f"{settings.common.path} cannot be used: {one_line(error)}"
+                f"{FLAG} path",
+                f"{settings.common.path} cannot be used: {one_line(error)}",
+                "give a folder that this user can write to",
             ) from error
         except BaseException:
             self.close()

@@ -40,13 +40,29 @@ class NixlSettings:
         host, port = extra.get("host", LOCAL), extra.get("port", 0)
         peers, backend = extra.get("peers", []), extra.get("backend", "UCX")
         if not isinstance(host, str) or not host:
-            raise InputError(f"{FLAG} host", f"expected a name or address, found {host!r}")
+            raise InputError(
+                f"{FLAG} host",
+                f"expected a name or address, found {host!r}",
+                "give the address at which the other engines reach this host",
+            )
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
-            raise InputError(f"{FLAG} port", f"expected 0 to 65535, found {port!r}")
+            raise InputError(
+                f"{FLAG} port",
+                f"expected 0 to 65535, found {port!r}",
+                "leave it out for a free port",
+            )
         if not isinstance(peers, list):
-            raise InputError(f"{FLAG} peers", f'expected a list of "host:port", found {peers!r}')
+            raise InputError(
+                f"{FLAG} peers",
+                f'expected a list of "host:port", found {peers!r}',
+                'for example "peers": ["10.0.0.2:5600"]',
+            )
         if not isinstance(backend, str) or not backend:
-            raise InputError(f"{FLAG} backend", f"expected a NIXL backend, found {backend!r}")
+            raise InputError(
+                f"{FLAG} backend",
+                f"expected a NIXL backend, found {backend!r}",
+                "leave it out for UCX",
+            )
         secret = read_secret(extra.get("secret_file"))
         if not secret and not _is_local(host):
             raise InputError(
@@ -75,5 +91,9 @@ def _address(text: object) -> Address:
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise InputError(f"{FLAG} peers", f'expected "host:port", found {text!r}')
+        raise InputError(
+            f"{FLAG} peers",
+            f'expected "host:port", found {text!r}',
+            'for example "peers": ["10.0.0.2:5600"]',
+        )
     return host, int(port)

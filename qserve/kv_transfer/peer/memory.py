@@ -93,7 +93,11 @@ class PeerMemory:
         if device.type == "cpu":
             file = path.with_suffix(BYTES_SUFFIX)
             if file.stat().st_size != self._offsets[-1]:
-                raise InputError(str(file), f"expected {self._offsets[-1]} bytes")
+                raise InputError(
+                    str(file),
+                    f"expected {self._offsets[-1]} bytes, found {file.stat().st_size}",
+                    "remove the file, and start both engines again",
+                )
             self._bytes_X = torch.from_file(str(file), True, self._offsets[-1], dtype=torch.uint8)
             return
         self._address = facts.address

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError, one_line
+from qserve.errors import LEAVE_OUT
 from qserve.kv_transfer.config import FLAG
 
 KEYS = ("path", "buffer_gb", "patience_s")
@@ -34,12 +35,18 @@ class PeerSettings:
             )
         path = extra.get("path", str(default_folder()))
         if not isinstance(path, str) or not path:
-            raise InputError(f"{FLAG} path", f"expected a folder, found {path!r}")
+            raise InputError(
+                f"{FLAG} path",
+                f"expected a folder, found {path!r}",
+                "give the path of a folder that all engines can write to",
+            )
         for name in ("buffer_gb", "patience_s"):
             value = extra.get(name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name in extra and not (is_number and value > 0):
-                raise InputError(f"{FLAG} {name}", f"expected a number above 0, found {value!r}")
+                raise InputError(
+                    f"{FLAG} {name}", f"expected a number above 0, found {value!r}", LEAVE_OUT
+                )
         return cls(
             path=Path(path),
             buffer_gb=extra.get("buffer_gb"),

@@ -56,9 +56,9 @@ class IndexedSpec(CacheSpec):
         )
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         # the scores, their order in twice the bytes, and the workspace of topk
-        return self.pages.bytes_to_come + 7 * MAX_BYTES
+        return self.pages.deferred_bytes + 7 * MAX_BYTES
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         self.pages.check_graphs(dtype, device)

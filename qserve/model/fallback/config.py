@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import InputError
+from formats.errors import COPY_CONFIG, InputError
 from formats.quant_config import QuantConfig
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback.support import config_of, family_for, model_class
@@ -56,7 +56,11 @@ def fallback_fields(
 def _size(config: Any, name: str, folder: Path) -> int:
     found = _stated(config, name)
     if type(found) is not int or found < 1:
-        raise InputError(f"{folder}/config.json {name}", f"expected a size, found {found!r:.80}")
+        raise InputError(
+            f"{folder}/config.json {name}",
+            f"expected a size, found {found!r:.80}",
+            COPY_CONFIG,
+        )
     return found
 
 

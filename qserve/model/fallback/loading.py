@@ -117,7 +117,7 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
         )
     except Exception as error:  # transformers does not document its exceptions
         problem = f"transformers cannot load it: {one_line(error)}"
-        raise CheckpointError(str(folder), problem, "fetch the model again") from None
+        raise CheckpointError(str(folder), problem, "download the model again") from None
     for kind, what in (("missing_keys", "is missing"), ("unexpected_keys", "is not used")):
         if names := sorted(found[kind]):
             raise CheckpointError(

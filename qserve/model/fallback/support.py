@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.architecture.family import Family, architecture_of
 from formats.architecture.refused import REFUSED
-from formats.errors import InputError, one_line
+from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.families import FAMILIES
 from formats.quant_config import BLOCK
 
@@ -94,7 +94,7 @@ def config_of(cls: type, raw: Mapping[str, Any]) -> Any:
         raise InputError(
             "config.json",
             f"transformers rejects it: {one_line(error)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         ) from None
 
 

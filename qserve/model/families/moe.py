@@ -37,7 +37,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward | MediaExperts:
     experts = config.family.experts
-    if not experts.stand_in(weights.number, config.values):
+    if not experts.is_in(weights.number, config.values):
         return llama.build_mlp(config, weights)
     if experts.media_inner:
         return _build_media_experts(config, weights)

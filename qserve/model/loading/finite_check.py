@@ -37,5 +37,6 @@ class FiniteCheck:
             raise CheckpointError(
                 names_text(found),
                 "NaN or infinity among the weights",
-                "fetch the file again, or use a model without; `qserve inspect` counts the values",
+                "download the file again, or use a model without; `qserve inspect` counts the"
+                " values",
             )

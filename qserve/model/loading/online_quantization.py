@@ -92,7 +92,11 @@ class OnlineQuantization:
             if "linear" in stated:
                 scheme, fit_groups = _parse_scheme(stated["linear"])
         elif "linear" in stated:
-            raise InputError(f"{CONFIG_FLAG} linear", f"{FLAG} {name} names another scheme")
+            raise InputError(
+                f"{CONFIG_FLAG} linear",
+                f"{FLAG} {name} names another scheme",
+                "give the scheme in one of them",
+            )
         elif name in ALIASES or name not in METHODS:
             scheme, fit_groups = _parse_scheme(name)
         targets = dict(stated.get("targets", {}))
@@ -252,7 +256,11 @@ def _parse_config(text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InputError(CONFIG_FLAG, f"expected a JSON object, found {text!r:.200}")
+        raise InputError(
+            CONFIG_FLAG,
+            f"expected a JSON object, found {text!r:.200}",
+            f'for example {CONFIG_FLAG} \'{{"linear": "fp8"}}\'',
+        )
     for key, value in found.items():
         if key not in KEYS:
             raise InputError(
@@ -264,6 +272,7 @@ def _parse_config(text: str) -> dict[str, Any]:
             raise InputError(
                 f"{CONFIG_FLAG} {key}",
                 f"expected {wanted.get(key, 'a scheme')}, found {json.dumps(value):.80}",
+                "leave the key out, or write it in this form",
             )
     return found
 

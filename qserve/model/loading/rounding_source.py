@@ -56,7 +56,7 @@ class RoundingSource(WeightSource):
             raise CheckpointError(
                 f"{missing[0]}.weight",
                 f"is missing from {reader.folder}",
-                "the checkpoint is incomplete, or holds several matrices in one tensor",
+                f"download the checkpoint again; if a tensor holds several matrices, remove {FLAG}",
             )
 
     def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:

@@ -10,7 +10,7 @@ from formats.architecture.family import DERIVED
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
-from formats.errors import CheckpointError
+from formats.errors import COPY_BLOCK, DOWNLOAD_BOTH, CheckpointError
 from formats.files.model_path import origin
 from formats.files.tensor_entry import TensorEntry
 from formats.in_memory.dense import is_dense
@@ -24,7 +24,6 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
-from formats.quant_config import COPY_BLOCK
 from formats.scheme import Scheme
 from formats.table import count_text
 from qserve.model.loading.digest_threads import DigestThreads
@@ -82,7 +81,7 @@ class WeightSource:
             raise CheckpointError(
                 name,
                 f"is missing from {origin(self.reader.folder)}",
-                "the checkpoint is incomplete, or config.json is another model's",
+                DOWNLOAD_BOTH,
             )
         found = self.reader.entries[name].shape
         if found != shape:
@@ -108,7 +107,7 @@ class WeightSource:
             raise CheckpointError(
                 name,
                 f"expected floating point numbers, found {found.dtype}",
-                "config.json of a quantized model needs its quantization_config",
+                "copy config.json with its quantization_config from the original checkpoint",
             )
         self._finite.add(name, found)
 
@@ -149,7 +148,7 @@ class WeightSource:
                 raise CheckpointError(
                     f"{module}.weight",
                     f"is missing; the file has {describe_found(prefix, self.reader.entries)}",
-                    "the checkpoint is incomplete, or its experts have names that are not known",
+                    "download the checkpoint again, or rename its experts as in transformers",
                 )
 
     def input_order(self, module: str, shape: tuple[int, int]) -> torch.Tensor | None:

@@ -138,7 +138,9 @@ def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.T
     ours, theirs = dict(leaves(old)), dict(leaves(new))
     for path in ours.keys() ^ theirs.keys():
         which = "only the running model has it" if path in ours else "only the new weights have it"
-        raise InputError(f"weights {path}", f"{which}: {OTHER_MODEL}")
+        raise InputError(
+            f"weights {path}", f"{which}: {OTHER_MODEL}", "start another server for it"
+        )
     for path, one in ours.items():
         other = theirs[path]
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -150,7 +152,11 @@ def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.T
             continue
         else:
             stated, found = one, other
-        raise InputError(f"weights {path}", f"expected {stated}, found {found}: {OTHER_MODEL}")
+        raise InputError(
+            f"weights {path}",
+            f"expected {stated}, found {found}: {OTHER_MODEL}",
+            "start another server for it",
+        )
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import COPY_CONFIG, CheckpointError
 
 # parts of names in the files -> in transformers' model
 _PARTS = {
@@ -43,7 +43,7 @@ def step_tensors(
         raise CheckpointError(
             name,
             f"expected queries, keys and values of {heads} heads, found {list(tensor.shape)}",
-            "copy config.json from the original model",
+            COPY_CONFIG,
         )
     for letter, rows in zip("qkv", tensor.chunk(3), strict=True):
         if letter != "v":

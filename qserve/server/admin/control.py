@@ -44,7 +44,11 @@ def profile_routes(config: ProfilerConfig) -> RouteList:
         try:
             body = json.loads(data) if data else {}
             if not isinstance(body, dict):
-                raise InputError("body", "expected a JSON object")
+                raise InputError(
+                    "body",
+                    f"expected a JSON object, found {type(body).__name__}",
+                    "send {}, or no body",
+                )
             wanted = config.asked(body)
         except (ValueError, InputError) as error:
             raise ApiError(400, str(error)) from None

@@ -21,6 +21,7 @@ from qserve.server.admin.pickle_reader import Made, Name, read_pickle
 FLATTENED = "flattened_bucket"  # load_format: several tensors packed into one tensor of bytes
 HEADER_BYTES = 64  # header of torch's shared-memory files, before the contents
 MEMORY = "/dev/shm"
+TRAINERS = "send what SGLang's trainers send: shared tensors, pickled by torch"  # remedy
 MESSAGE = "serialized_named_tensors"
 # torch dtype -> bytes per element
 ITEM_BYTES = {
@@ -74,7 +75,9 @@ class _Tensor:
         """Return the tensor that starts at byte `start` of this uint8 tensor."""
         first, item = self.offset + start, ITEM_BYTES[dtype]
         if self.dtype != "uint8" or first % item:
-            raise InputError(MESSAGE, f"a {dtype} tensor begins at byte {first} of {self.dtype}")
+            raise InputError(
+                MESSAGE, f"a {dtype} tensor begins at byte {first} of {self.dtype}", TRAINERS
+            )
         return _Tensor(
             dtype=dtype,
             shape=shape,
@@ -91,11 +94,17 @@ def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
     load_format: None for (name, tensor) pairs, or "flattened_bucket"
     """
     if load_format not in (None, FLATTENED):
-        raise InputError("load_format", f"expected {FLATTENED} or none, found {load_format!r:.60}")
+        raise InputError(
+            "load_format",
+            f"expected {FLATTENED} or none, found {load_format!r:.60}",
+            "leave it out for (name, tensor) pairs",
+        )
     try:
         data = base64.b64decode(message, validate=True)
     except binascii.Error:
-        raise InputError(MESSAGE, "is not base64") from None
+        raise InputError(
+            MESSAGE, "is not base64", "encode the pickled bytes with base64.b64encode"
+        ) from None
     try:
         content = read_pickle(data)
         if load_format is None:
@@ -109,7 +118,7 @@ def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
         raise
     except _BROKEN as error:
         problem = f"is not what SGLang's trainers send: {error!s:.200}"
-        raise InputError(MESSAGE, problem) from None
+        raise InputError(MESSAGE, problem, TRAINERS) from None
 
 
 def _part(whole: _Tensor, found: Made) -> SharedTensor:
@@ -124,7 +133,7 @@ def _tensor(found: object) -> _Tensor:
     if isinstance(found, Made) and found.by in COPIES:
         found = read_pickle(found.state["values"][0])
     if not isinstance(found, Made):
-        raise InputError(MESSAGE, f"expected a tensor, found {type(found).__name__}")
+        raise InputError(MESSAGE, f"expected a tensor, found {type(found).__name__}", TRAINERS)
     _check(found, *CUDA_TENSORS, TENSOR)
     return _of_file(*found.arguments) if found.by == TENSOR else _of_gpu(*found.arguments)
 
@@ -178,7 +187,7 @@ def _check(found: Made, *expected: Name) -> None:
 
 def _dtype(found: Name) -> str:
     if found.module != "torch" or found.name not in ITEM_BYTES:
-        raise InputError(MESSAGE, f"names {found}, which is not accepted")
+        raise InputError(MESSAGE, f"names {found}, which is not accepted", TRAINERS)
     return found.name
 
 
@@ -196,5 +205,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _text(name: object) -> str:
     if not isinstance(name, str):
-        raise InputError(MESSAGE, f"expected a tensor's name, found {type(name).__name__}")
+        raise InputError(
+            MESSAGE, f"expected a tensor's name, found {type(name).__name__}", TRAINERS
+        )
     return name

@@ -63,7 +63,11 @@ def _own_settings(path: str | None, names: list[str]) -> dict[str, dict[str, Any
                 "write the name as on the command line",
             )
         if not isinstance(settings, dict | None):
-            raise InputError(f"{path}: {name}", "expected a mapping of flags to values")
+            raise InputError(
+                f"{path}: {name}",
+                f"expected a mapping of flags to values, found {settings!r:.80}",
+                "write `flag: value` lines below the model's name",
+            )
     fields = {
         field.name: field
         for field in dataclasses.fields(EngineConfig)

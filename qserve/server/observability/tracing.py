@@ -117,7 +117,11 @@ def tracing_to(endpoint: str | None) -> Tracing:
     if endpoint is None:
         return Tracing()
     if not endpoint.startswith(("http://", "https://")):
-        raise InputError(FLAG, f"expected a URL such as http://host:4318/v1/traces: {endpoint}")
+        raise InputError(
+            FLAG,
+            f"expected a URL such as http://host:4318/v1/traces, found {endpoint!r:.200}",
+            "give the address of an OTLP collector, with its scheme",
+        )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qserve.errors import ParameterError
+from qserve.errors import LEAVE_OUT, ParameterError
 from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.generation_defaults import DEFAULTED
 from qserve.params.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -52,7 +52,9 @@ def sampling_params(
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
         if max_tokens < 1:
-            raise ParameterError("max_completion_tokens", f"expected 1 or more, found {max_tokens}")
+            raise ParameterError(
+                "max_completion_tokens", f"expected 1 or more, found {max_tokens}", LEAVE_OUT
+            )
     if isinstance(request, ChatCompletionRequest):
         if max_tokens is None:
             max_tokens = room
@@ -60,7 +62,7 @@ def sampling_params(
             logprobs = request.top_logprobs or 0
             if not 0 <= logprobs <= MAX_LOGPROBS:
                 raise ParameterError(
-                    "top_logprobs", f"expected 0 to {MAX_LOGPROBS}, found {logprobs}"
+                    "top_logprobs", f"expected 0 to {MAX_LOGPROBS}, found {logprobs}", LEAVE_OUT
                 )
     else:
         logprobs = request.logprobs
@@ -101,11 +103,15 @@ def _check_limits(request: GenerationRequest) -> None:
     """Raise ParameterError for values beyond the server's limits, which SamplingParams accepts."""
     temperature = request.temperature
     if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
-        raise ParameterError("temperature", f"expected 0 to {MAX_TEMPERATURE}, found {temperature}")
+        raise ParameterError(
+            "temperature", f"expected 0 to {MAX_TEMPERATURE}, found {temperature}", LEAVE_OUT
+        )
     count = sum(map(len, request.stop or ()))
     if count > MAX_ALL_STOP_CHARS:
         raise ParameterError(
-            "stop", f"expected at most {MAX_ALL_STOP_CHARS} characters in all, found {count}"
+            "stop",
+            f"expected at most {MAX_ALL_STOP_CHARS} characters in all, found {count}",
+            "send fewer or shorter texts",
         )
 
 

@@ -169,6 +169,7 @@ def build(context: BuildContext) -> BlockDrafter:
             "--speculative-config num_speculative_tokens",
             f"expected at most {config.max_drafts}, since the head has blocks of"
             f" {config.block_size} rows, found {wanted}",
+            "lower it, or leave it out",
         )
     aux_layers = config.aux_layers(context.target.config.num_layers)
     logger.info(

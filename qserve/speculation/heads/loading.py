@@ -173,13 +173,13 @@ class HeadWeights:
             raise CheckpointError(
                 f"{self.folder.folder}: {stored}",
                 f"maps to tokens outside the vocabulary of {config.vocab_size}",
-                "it must contain the offset to add to each draft id",
+                "save d2t again: it contains the offset that is added to each draft id",
             )
         if len(ids_U.unique()) != len(ids_U):
             raise CheckpointError(
                 f"{self.folder.folder}: {stored}",
                 "maps several draft ids to one token",
-                "it must contain the offset to add to each draft id",
+                "save d2t again: it contains the offset that is added to each draft id",
             )
         return ids_U
 

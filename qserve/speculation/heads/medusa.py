@@ -61,6 +61,7 @@ def build(context: BuildContext) -> MedusaDrafter:
         raise InputError(
             "--speculative-config num_speculative_tokens",
             f"expected at most {config.num_heads}, one per Medusa head, found {wanted}",
+            "lower it, or leave it out",
         )
     target = context.target.config
     weights = HeadWeights(folder, context)

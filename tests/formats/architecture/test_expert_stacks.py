@@ -146,7 +146,7 @@ def test_unsupported_stacks_raise_one_error(tiny_model, tmp_path, rest, size, wo
     with pytest.raises(CheckpointError) as error:
         CheckpointReader(folder)
     assert "mlp.experts." in error.value.subject and words in error.value.problem
-    assert "quantize the float original" in error.value.remedy
+    assert "quantize the float model" in error.value.remedy
     found = inspect_checkpoint(folder)
     assert error.value.problem in {problem.text for problem in found.problems}
     assert found.loads_in[0].answer == "no"

@@ -343,7 +343,7 @@ LOST = [
 
 @pytest.mark.parametrize(("name", "target", "text"), LOST)
 def test_lossy_conversion_is_refused_with_reason(name, target, text, tmp_path):
-    with pytest.raises(SchemeError, match=f"{text}.*quantize the float original"):
+    with pytest.raises(SchemeError, match=f"{text}.*quantize the float model"):
         convert_checkpoint(MADE_BY / name, tmp_path / "out", target)
 
 
@@ -398,7 +398,7 @@ def test_unsupported_method_is_refused_by_name(method):
     with pytest.raises(CheckpointError) as caught:
         QuantConfig.from_dict({"quant_method": method, "bits": 4})
     text = str(caught.value)
-    assert tool in text and form in text and "float original" in text and "\n" not in text
+    assert tool in text and form in text and "float model" in text and "\n" not in text
 
 
 @pytest.mark.parametrize("method", ["exl3", "exl2", "fbgemm_fp8", "aqlm"])
@@ -411,7 +411,7 @@ def test_unsupported_method_is_refused_by_inspect_and_convert(
     report = inspect_checkpoint(folder)
     assert [v.answer for v in report.loads_in] == ["no", *["not judged"] * 3]
     assert tool in report.loads_in[0].reason
-    with pytest.raises(CheckpointError, match="float original"):
+    with pytest.raises(CheckpointError, match="float model"):
         convert_checkpoint(folder, tmp_path / "out", "gptq")
 
 

@@ -49,7 +49,7 @@ def test_meta_device_weights_are_refused():
 
 @pytest.mark.parametrize("scheme", [None, 4, torch.int8])
 def test_schemes_that_are_not_names_are_refused(scheme):
-    with pytest.raises(SchemeError, match="^scheme: expected a name such as w4a16-sym, found"):
+    with pytest.raises(SchemeError, match="^scheme: expected a name, found"):
         QuantLinear.from_float(torch.nn.Linear(256, 128), scheme)
 
 

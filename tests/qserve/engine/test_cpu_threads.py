@@ -5,12 +5,12 @@ import torch
 
 from qserve import LLM
 from qserve.config import EngineConfig
-from qserve.engine.cpu_threads import SET_BY_USER, beside_a_server
+from qserve.engine.cpu_threads import SET_BY_USER, with_server_core
 
 
 @pytest.mark.parametrize(("num_cores", "threads"), [(1, 1), (2, 1), (8, 7)])
 def test_server_keeps_one_core(num_cores, threads):
-    config = beside_a_server(EngineConfig(model="m"), num_cores=num_cores, environment={})
+    config = with_server_core(EngineConfig(model="m"), num_cores=num_cores, environment={})
     assert config.cpu_threads == threads
 
 
@@ -20,7 +20,7 @@ def test_server_keeps_one_core(num_cores, threads):
 )
 def test_user_settings_are_kept(asked, environment, threads):
     config = EngineConfig(model="m", cpu_threads=asked)
-    assert beside_a_server(config, num_cores=8, environment=environment).cpu_threads == threads
+    assert with_server_core(config, num_cores=8, environment=environment).cpu_threads == threads
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, []), (2, [2])])

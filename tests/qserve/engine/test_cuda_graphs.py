@@ -104,21 +104,21 @@ def test_slow_launch_models_get_larger_chunk_graphs():
     ],
 )
 def test_steps_with_many_decodes_run_in_graphs_that_compute_them_separately(counts, graph):
-    keys = graph_keys(300, 2048, decode_rows=1)
+    keys = graph_keys(300, 2048, decode_query_len=1)
     step = make_step(counts)
     key = smallest_key(keys, step)
-    assert (key and (key.num_tokens, key.num_requests, key.decode_rows)) == graph
-    assert all(not key.decode_rows for key in graph_keys(300, 2048))
-    assert all(not key.decode_rows for key in graph_keys(32, 2048, decode_rows=1))
+    assert (key and (key.num_tokens, key.num_requests, key.decode_query_len)) == graph
+    assert all(not key.decode_query_len for key in graph_keys(300, 2048))
+    assert all(not key.decode_query_len for key in graph_keys(32, 2048, decode_query_len=1))
     most = max(key.num_tokens for key in keys)
     assert max_graph_tokens(CHUNK_SIZES, 300, 2048, 1) == most == 1344
     assert max_graph_tokens(CHUNK_SIZES, 300, 2048, 0) == 1088
 
 
 def test_verified_drafts_are_decodes_of_several_rows():
-    keys = graph_keys(64, 2048, counts=(1, 4), max_rows=64, decode_rows=4)
-    assert smallest_key(keys, make_step([4] * 40 + [70])).decode_rows == 4
-    assert smallest_key(keys, make_step([5] * 40 + [70])).decode_rows == 0
+    keys = graph_keys(64, 2048, counts=(1, 4), max_rows=64, decode_query_len=4)
+    assert smallest_key(keys, make_step([4] * 40 + [70])).decode_query_len == 4
+    assert smallest_key(keys, make_step([5] * 40 + [70])).decode_query_len == 0
 
 
 def test_media_steps_use_only_chunk_graphs():

@@ -20,7 +20,7 @@ def test_first_requests_of_few_rows_are_decodes():
     counts = [1, 1, 1, 3, 1, 1, 4, 4] + [5, 1, 70]
     contexts = np.array([*range(20, 31)], np.int32)
     step = make_step(counts, context_lengths_R=contexts)
-    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=4))
+    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_query_len=4))
     found = batch.decodes
     assert (found.num_requests, found.num_rows) == (8, 16)
     assert (found.max_query_len, found.max_context_len) == (4, 27)
@@ -60,7 +60,7 @@ def test_other_steps_are_not_divided(counts):
 def test_steps_are_not_divided_if_no_layer_divides_them():
     step = make_step([1] * 8 + [9])
     assert Batch.of(step, CPU, BatchForm(page_size=16)).decodes is None
-    assert Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=1)).decodes is not None
+    assert Batch.of(step, CPU, BatchForm(page_size=16, decode_query_len=1)).decodes is not None
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
@@ -120,8 +120,8 @@ def test_gpu_computes_decodes_beside_prompts(quantized_5m, monkeypatch, kv_cache
         temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False
     )
     together = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
-    assert rows or sum(bool(key.decode_rows) for key in keys) >= 5
-    count = len(rows), sum(bool(key.decode_rows) for key in keys)
+    assert rows or sum(bool(key.decode_query_len) for key in keys) >= 5
+    count = len(rows), sum(bool(key.decode_query_len) for key in keys)
     alone = [llm.generate([each], params, use_tqdm=False)[0].outputs[0] for each in prompts]
     assert_same_up_to_ties(alone, together, tie=0.1 if kv_cache == "auto" else 0.4)
-    assert count == (len(rows), sum(bool(key.decode_rows) for key in keys)), "alone"
+    assert count == (len(rows), sum(bool(key.decode_query_len) for key in keys)), "alone"

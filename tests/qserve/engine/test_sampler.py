@@ -39,9 +39,9 @@ def test_reused_row_has_no_old_history():
 
 def test_history_table_is_allocated_on_first_use():
     history = TokenHistory(2, 8, CPU)
-    assert history.table is None and history.bytes_to_come == 2 * 8 * 4
+    assert history.table is None and history.deferred_bytes == 2 * 8 * 4
     history.fill_(fill(1, [1], []))
-    assert history.bytes_to_come == 0
+    assert history.deferred_bytes == 0
 
 
 def test_kv_pages_reserve_history_table_memory(monkeypatch):
@@ -75,7 +75,7 @@ def test_kv_pages_reserve_history_table_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * GIB, 8 * GIB))
     step = make_step([4], width=5)
     for table in (3 * 8 * 4, 0):
-        runner.bytes_to_come = ModelRunner.bytes_to_come.fget(runner)
+        runner.deferred_bytes = ModelRunner.deferred_bytes.fget(runner)
         assert num_pages_on_gpu(runner, step).num_pages == 3 * GIB - table - SLICE_BYTES
         graphs = GIB // 2  # what the step of a graph takes beyond what was there
         with_graph = num_pages_on_gpu(runner, step, step)

@@ -83,7 +83,7 @@ def test_only_changed_block_tables_are_copied(buffers):
 
 
 def test_bounds_of_decodes_follow_the_step():
-    key = GraphKey(is_chunk=True, num_tokens=16, num_requests=6, decode_rows=2)
+    key = GraphKey(is_chunk=True, num_tokens=16, num_requests=6, decode_query_len=2)
     buffers = StepBuffers([CHUNK, key], max_num_seqs=6, table_width=6, device=torch.device("cpu"))
     decodes = buffers.batch(key, 96).decodes
     assert (decodes.num_requests, decodes.max_query_len, decodes.max_context_len) == (6, 2, 96)

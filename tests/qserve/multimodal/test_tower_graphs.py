@@ -48,13 +48,13 @@ def test_buffers_of_graphs_are_in_the_memory_budget(family, tmp_path):
     folder = write_tiny_vision(tmp_path / family, family)
     engine = Engine(EngineConfig(model=str(folder), kv_cache_memory=0.01))
     encoder = engine.runner.encoder
-    before = encoder.bytes_to_come
+    before = encoder.deferred_bytes
     encoder.use_graphs()
     encoder._graphs._allocate(torch.device("cpu"))
     buffers = encoder._graphs._patches, encoder._graphs._embeddings
     assert buffers[0].numel() == tower_graphs.MAX_PATCHES * PATCH
     activations = encoder.tower.activation_bytes(tower_graphs.MAX_PATCHES)
-    added = encoder.bytes_to_come - before - activations
+    added = encoder.deferred_bytes - before - activations
     assert added == sum(each.nbytes for each in buffers)
 
 

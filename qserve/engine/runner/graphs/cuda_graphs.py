@@ -79,10 +79,12 @@ def decode_chunk_sizes(
 
 
 def max_graph_tokens(
-    chunk_sizes: Collection[int], max_num_seqs: int, max_num_tokens: int, decode_rows: int
+    chunk_sizes: Collection[int], max_num_seqs: int, max_num_tokens: int, decode_query_len: int
 ) -> int:
     """Return the number of tokens of the largest graph. The arguments are those of graph_keys."""
-    sizes = decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_rows else []
+    sizes = (
+        decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_query_len else []
+    )
     return max([min(max(chunk_sizes), max_num_tokens), *sizes])
 
 
@@ -95,7 +97,7 @@ def graph_keys(
     chunk_sizes: Collection[int] = CHUNK_SIZES,
     with_media: bool = False,
     with_whole: bool = False,
-    decode_rows: int = 0,
+    decode_query_len: int = 0,
 ) -> list[GraphKey]:
     """Return the keys of the graphs to capture, smallest first.
 
@@ -104,8 +106,8 @@ def graph_keys(
     requests, because a padding request costs attention blocks and rows of the LM head.
     `with_adapters`: add a copy of each key for steps with adapters. `with_media`: add a copy of
     each chunk key for steps with media. `with_whole`: add a copy of each small decode key for
-    whole steps. `decode_rows`: also add chunk keys whose attention computes decodes, of up to so
-    many rows, separately; 0: none.
+    whole steps. `decode_query_len`: also add chunk keys whose attention computes decodes (requests
+    with at most so many rows) separately; 0: none.
     """
     most = max(max_num_seqs, max_rows)  # maximum number of sampled rows in a chunk step
     decodes = [
@@ -120,13 +122,15 @@ def graph_keys(
         if size <= max_num_tokens
         for requests in (FEW_REQUESTS, most)
     }
-    sizes = decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_rows else ()
+    sizes = (
+        decode_chunk_sizes(chunk_sizes, max_num_seqs, max_num_tokens) if decode_query_len else ()
+    )
     divided = [
         GraphKey(
             is_chunk=True,
             num_tokens=size,
             num_requests=min(size, most),
-            decode_rows=decode_rows,
+            decode_query_len=decode_query_len,
         )
         for size in sizes
     ]
@@ -145,12 +149,12 @@ def graph_keys(
 
 def _order(key: GraphKey) -> tuple[int, ...]:
     sizes = key.num_tokens, key.num_requests
-    return *sizes, key.has_adapters, key.has_media, key.is_whole, key.decode_rows
+    return *sizes, key.has_adapters, key.has_media, key.is_whole, key.decode_query_len
 
 
 def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
     """Return the token counts of decode graphs with one token per request, and of chunk graphs."""
-    chunks = {key.num_tokens for key in keys if key.is_chunk and not key.decode_rows}
+    chunks = {key.num_tokens for key in keys if key.is_chunk and not key.decode_query_len}
     decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
     return {"decode": sorted(decodes), "chunk": sorted(chunks)}
 
@@ -165,16 +169,16 @@ def smallest_key(
     count, has_adapters = step.rows_each, step.adapter_slots_T is not None
     is_decode = count > 0 and not step.has_media
     is_chunk = not is_decode or all(key.is_chunk or key.count != count for key in keys)
-    decode_rows = max((key.decode_rows for key in keys), default=0) if is_chunk else 0
-    if step.has_media or decode_rows and num_decodes(step, decode_rows) < MIN_DECODES:
-        decode_rows = 0
+    decode_query_len = max((key.decode_query_len for key in keys), default=0) if is_chunk else 0
+    if step.has_media or decode_query_len and num_decodes(step, decode_query_len) < MIN_DECODES:
+        decode_query_len = 0
     # a chunk graph has as many rows of logits as requests
     num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
     for key in keys:
         fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
         if key.has_adapters != has_adapters or key.has_media != step.has_media:
             continue
-        if key.is_whole != is_whole or key.decode_rows != decode_rows:
+        if key.is_whole != is_whole or key.decode_query_len != decode_query_len:
             continue
         if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
             return key
@@ -188,7 +192,7 @@ def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """
     sorts: dict[tuple[int, ...], list[GraphKey]] = {}
     for key in keys:
-        kind = 0 if key.is_chunk else key.count, key.decode_rows
+        kind = 0 if key.is_chunk else key.count, key.decode_query_len
         sort = *kind, key.has_adapters, key.has_media, key.is_whole
         sorts.setdefault(sort, []).append(key)
     ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
@@ -217,18 +221,17 @@ class StepGraphs:
         with_rope_shifts: bool = False,
         chunk_sizes: Collection[int] = CHUNK_SIZES,
         media: MediaBuffers | None = None,
-        decode_rows: int = 0,
+        decode_query_len: int = 0,
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
 
         On a rank without logits, `step` returns None.
 
         `warm_up` launches every kernel of `step`, but for fewer layers.
-        `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a context longer
-        than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
-        graphs in the same order. `media`: input buffers for media; None: steps with media use no
-        graph. `with_whole`: also capture graphs of whole steps for small decodes. `decode_rows`: as
-        for graph_keys.
+        `counts`, `max_rows`, `chunk_sizes` and `decode_query_len` are those of graph_keys. Steps
+        with a context longer than `max_context_len` use no graph. `in_step`: other ranks capture
+        and replay the same graphs in the same order. `media`: input buffers for media; None: steps
+        with media use no graph. `with_whole`: also capture graphs of whole steps for small decodes.
         """
         self.in_step = in_step
         self._step, self._warm_up = step, warm_up
@@ -242,7 +245,7 @@ class StepGraphs:
             chunk_sizes,
             with_media=media is not None,
             with_whole=with_whole,
-            decode_rows=decode_rows,
+            decode_query_len=decode_query_len,
         )
         self.media = media
         width = -(-max_context_len // page_size)
@@ -289,9 +292,9 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Capture the smallest graph that is not captured yet. Returns False if none is left."""
         key = next((key for key in self._keys if key not in self._batches), None)
-        return key is not None and self._has(key)
+        return key is not None and self._ensure_captured(key)
 
-    def _has(self, key: GraphKey) -> bool:
+    def _ensure_captured(self, key: GraphKey) -> bool:
         """Capture a graph if it does not exist yet. Returns True if it exists now.
 
         If the device has no memory for the graph, no further graphs are captured.
@@ -364,7 +367,7 @@ class StepGraphs:
         if step.block_tables_RX.shape[1] > self._table_width:
             return None
         key = smallest_key(self._keys, step, is_whole=whole)
-        if key is None or self._has(key):
+        if key is None or self._ensure_captured(key):
             return key
         return smallest_key(self._keys, step, is_whole=whole)
 

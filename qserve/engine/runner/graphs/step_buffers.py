@@ -48,9 +48,9 @@ class GraphKey:
     has_adapters: bool = False  # uses other kernels; steps without adapters are faster
     has_media: bool = False  # starts from embeddings (media_buffers.py)
     is_whole: bool = False  # a decode with the copy of its inputs and sampling (whole_steps.py)
-    # Attention computes decodes, which have up to so many rows, apart from prompt chunks; 0: it
-    # computes all requests as chunks.
-    decode_rows: int = 0
+    # A request with at most so many rows is a decode, and attention computes decodes separately
+    # from prompt chunks. 0: it computes all requests as chunks.
+    decode_query_len: int = 0
 
     @property
     def count(self) -> int:
@@ -105,10 +105,10 @@ class StepBuffers:
             if field.name != SAMPLE_WORDS:
                 tensors[field.name] = self._view(field)
         decodes = None
-        if key.decode_rows:
+        if key.decode_query_len:
             decodes = DecodeRows(
                 num_requests=key.num_requests,
-                max_query_len=key.decode_rows,
+                max_query_len=key.decode_query_len,
                 max_context_len=max_context_len,
                 bounds_8=tensors.pop(DECODE_BOUNDS),
             )
@@ -167,8 +167,8 @@ class StepBuffers:
         """Copy a step into the buffers. Does not wait for the device."""
         names = [field.name for field in self._fields[key] if field.name != DECODE_BOUNDS]
         arrays = {name: getattr(step, name) for name in names}
-        if key.decode_rows:
-            bounds = decode_bounds(num_decodes(step, key.decode_rows))
+        if key.decode_query_len:
+            bounds = decode_bounds(num_decodes(step, key.decode_query_len))
             arrays[DECODE_BOUNDS] = np.array(bounds, np.int32)
         if arrays.get("rope_shifts_T", 0) is None:  # no request had an image yet
             arrays["rope_shifts_T"] = np.zeros(0, np.int64)
@@ -226,7 +226,7 @@ def _fields(
     if key.is_chunk:
         specs.append(("logits_rows_S", np.int64, requests, 0))
         specs.append(("query_starts_R1", np.int32, requests + 1, None))
-    if key.decode_rows:
+    if key.decode_query_len:
         specs.append((DECODE_BOUNDS, np.int32, len(decode_bounds(0)), 0))
     if key.has_adapters:
         specs.append(("adapter_slots_T", np.int32, tokens, NO_ADAPTER))

@@ -93,7 +93,7 @@ class CompressedSpec(CacheSpec):
         )
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         return self.bytes_at_once
 
 

@@ -109,7 +109,7 @@ class PagedLatentsSpec(CacheSpec):
         return SplitRule(rows=rows, pairs=max(1, pairs // 3), pairs_of_graph=max(1, pairs))
 
     @property
-    def bytes_to_come(self) -> int:
+    def deferred_bytes(self) -> int:
         return 0 if self.split_rule is None else MAX_BYTES * 5 // 4  # a quarter more for entries
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
