@@ -158,6 +158,8 @@ class LayerWeights:
             bias=is_set(projection.bias, self._weights.config.values),
             cuts=cuts,
         )
+        for linear in linears:
+            self._weights.linears[f"{self._prefix}.{linear.name}"] = made
         if tp_plan.is_whole or projection.split == "outputs" or not summed:
             return made
         return RowParallel(made, tp_plan.communicator, gathered)
