@@ -69,6 +69,7 @@ class AdapterLayout:
         self.places = tuple(_places(config, parts or {}, layers))
         last = self.places[-1]
         self.piece = _aligned(last.b + sum(last.sizes))  # elements of one piece
+        self.family = config.family
         self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:

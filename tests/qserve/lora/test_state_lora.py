@@ -36,6 +36,9 @@ from tests.tiny_families import STATES
 slow = pytest.mark.exhaustive
 ADAPTERS = {"enable_lora": True, "max_loras": 2}
 FEW = ("qwen3_next", "qwen3_5", "nemotron_h_latent")
+# PEFT refuses out_proj, since kernels for training read its weight
+WITHOUT_OUT_PROJ = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "falcon_h1")
+WITHOUT_OUT_PROJ += ("mamba", "falcon_mamba", "mamba2")
 FAMILIES = [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in STATES]
 
 
@@ -69,6 +72,38 @@ def test_logits_equal_merged_model(tiny_model, tmp_path, family):
     loras = [*make_adapters(model, tmp_path), None]
     for lora, found in zip(loras, run(engine(model), loras), strict=True):
         assert_is(merged(model, lora, tmp_path), found)
+
+
+def targets_of(model, family):
+    """Names of the linears for PEFT, except those of experts and those that modules bypass."""
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    left_out = {"lm_head", "dt_proj"}  # transformers' Mamba-1 reads the weight of dt_proj
+    if family == "qwen3_next":  # names that PEFT takes for those of fused experts
+        left_out |= {"gate_proj", "up_proj", "down_proj"}
+    if family in WITHOUT_OUT_PROJ:
+        left_out.add("out_proj")
+    return sorted(names - left_out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapter_saved_by_peft(tiny_model, tmp_path, family):
+    """The file names the linears as transformers' modules are named."""
+    peft = pytest.importorskip("peft")
+    model, folder = tiny_model(family), tmp_path / "a"
+    base, generator = float_model(model), torch.Generator().manual_seed(1)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets_of(base, family))
+    theirs = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.3 / weight.shape[1] ** 0.5, generator=generator)
+    theirs.save_pretrained(folder)
+    (found,) = run(engine(model), [LoRARequest("a", 1, str(folder))])
+    assert_is(theirs, found)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "granite_hybrid", "nemotron_h"])
