@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from formats.errors import InputError
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.latent.adapters import LatentAdapters
@@ -40,14 +41,26 @@ class SlotMemory:
             self._adapt(decoder, place, self._weights(number, place))
 
     def _adapt(self, decoder: Decoder, place: Place, weights: LoraWeights) -> None:
-        """Add the adapters of one projection to the block that runs it."""
+        """Add the adapters of one projection to the block that runs it.
+
+        Raises InputError if it runs in no linear.
+        """
+        config = decoder.config
         layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
-        base = decoder.linears.get(place.modules[0])
-        if base is None:  # the up-projection of latents, which attention absorbs
+        row = config.family.of_layer(place.layer, config.values)
+        if place.projection in row.latent[-1:]:  # attention absorbs it
             attention = layer.attention
             shape = attention.shape
             attention.adapters = LatentAdapters(weights, self.rows, shape.nope, shape.value)
             return
+        base = decoder.linears.get(place.modules[0])
+        if base is None:
+            raise InputError(
+                "--enable-lora",
+                f"does not work with {row.architecture}: adapters cannot be added to"
+                f" {place.modules[0]}",
+                "remove it, or serve another model",
+            )
         adapted = AdaptedLinear(base, weights, self.rows, fixed_order=self.fixed_order)
         # The sum over ranks of a RowParallel, whose inner linear this may be, also adds up the
         # adapters' partial sums.

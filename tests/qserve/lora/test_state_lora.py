@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
 from formats.peft.lora import adapted_shapes
 from formats.scheme import Scheme
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.kv_cache.prefix_cache import PrefixCache, root_key
+from qserve.engine.runner import worker
+from qserve.lora import layout
+from qserve.lora.layout import AdapterLayout
 from qserve.lora.merge import merge_adapter
 from qserve.lora.request import LoRARequest
-from qserve.model.model_config import family_of
+from qserve.model.model_config import ModelConfig, family_of
 from tests.adapters import write_adapter
 from tests.qserve.lora.test_lora_tokens import (
     GREEDY,
@@ -40,6 +44,8 @@ FEW = ("qwen3_next", "qwen3_5", "nemotron_h_latent")
 WITHOUT_OUT_PROJ = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "falcon_h1")
 WITHOUT_OUT_PROJ += ("mamba", "falcon_mamba", "mamba2")
 FAMILIES = [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in STATES]
+# queries, keys, values and gates of attention in one matrix
+FOUR_LINEARS = [pytest.param(n, marks=slow) for n in ("afmoe", "muse_glimmer", "laguna")]
 
 
 def shapes_of(model):
@@ -66,7 +72,7 @@ def merged(model, lora, where):
     return float_model(found.target)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FOUR_LINEARS])
 def test_logits_equal_merged_model(tiny_model, tmp_path, family):
     model = tiny_model(family)
     loras = [*make_adapters(model, tmp_path), None]
@@ -212,3 +218,40 @@ def test_drafts_are_verified_with_adapter(tiny_model, tmp_path, small, family, m
         assert found == want and num_cached > 100
     assert any(accepted for _, accepted in verified)
     assert any(accepted < drafts for drafts, accepted in verified)
+
+
+def test_layers_have_places_for_their_own_linears(tiny_model):
+    """A slot has memory for the linears of a layer's kind, and none for those of other kinds."""
+    config = ModelConfig.from_folder(tiny_model("nemotron_h"))
+    places = [(place.layer, *place.modules) for place in AdapterLayout(config).places]
+    assert places == [
+        (layer, *(f"backbone.layers.{layer}.mixer.{name}" for name in names.split()))
+        for layer, names in (
+            (0, "in_proj"),
+            (0, "out_proj"),
+            (1, "q_proj k_proj v_proj"),
+            (1, "o_proj"),
+            (2, "up_proj"),
+            (2, "down_proj"),
+            (3, "in_proj"),
+            (3, "out_proj"),
+        )
+    ]
+
+
+def test_linear_that_cannot_be_adapted_is_named(tiny_model, monkeypatch):
+    model = tiny_model("olmo_hybrid")
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "MAX_SLICES", 3)
+        with pytest.raises(InputError, match=r"OlmoHybridForCausalLM: .*\.q_proj, .*support 3 lin"):
+            engine(model)
+    load = worker.load
+
+    def load_without(*args, **settings):
+        decoder = load(*args, **settings)
+        del decoder.linears["model.layers.0.linear_attn.o_proj"]
+        return decoder
+
+    monkeypatch.setattr(worker, "load", load_without)
+    with pytest.raises(InputError, match="cannot be added to model.layers.0.linear_attn.o_proj"):
+        engine(model)
