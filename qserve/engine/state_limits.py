@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from formats.errors import InputError
-from qkernels.lora.config import MAX_SLICES
 from qserve.config import EngineConfig
 from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.kv_cache.state_slots import StatePool
@@ -47,11 +46,6 @@ LIMITS = (
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
         "microbatches of a step would need each other's states",
-    ),
-    Limit(
-        "--enable-lora",
-        lambda config: config.enable_lora,
-        "the linears of its layers are ordered differently from those of adapters",
     ),
 )
 
@@ -191,19 +185,6 @@ def check_compressed(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that does not work with compressed attention and streams."""
     if model.family.merge_tensors:
         check_limits(COMPRESSED_LIMITS, config, model.family.architecture)
-
-
-def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for LoRA if a fused product of the model has too many linears for it."""
-    family = model.family
-    if config.enable_lora and len(family.qkv.linears) > MAX_SLICES:
-        raise InputError(
-            "--enable-lora",
-            f"does not work with {family.architecture}: its attention merges"
-            f" {len(family.qkv.linears)} linears into one matrix, and adapters support"
-            f" {MAX_SLICES}",
-            "remove it, or serve another model",
-        )
 
 
 def check_context_parallel(config: EngineConfig) -> None:

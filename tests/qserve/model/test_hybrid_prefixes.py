@@ -13,6 +13,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner import layer_caches
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
@@ -70,8 +71,8 @@ def make_engine(folder, steps_in_flight=0, **settings):
     return engine
 
 
-def chats(engine, seed=5):
-    """Output tokens of chats with common starts.
+def chats(engine, seed=5, loras=(None,)):
+    """Output tokens of chats with common starts, chat by chat with another of these adapters.
 
     And how often pages ran out, and how many tokens of prompts were not computed.
     """
@@ -88,7 +89,8 @@ def chats(engine, seed=5):
             params = SamplingParams(
                 max_tokens=rng.randint(3, 14), temperature=chat % 3 / 2, seed=chat, ignore_eos=True
             )
-            engine.add_request(name, prompts[name], params)
+            options = RequestOptions(lora=loras[chat % len(loras)])
+            engine.add_request(name, prompts[name], params, options=options)
         while engine.has_work():
             for event in engine.step():
                 assert event.finish_reason != "error", event.error
