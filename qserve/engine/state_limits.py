@@ -16,6 +16,7 @@ from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
+from qserve.kv_transfer.config import NIXL
 from qserve.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,9 @@ LIMITS = (
         "pages are useful only with state snapshots",
     ),
     Limit(
-        "--kv-transfer-config peer or nixl, or --prefill-engines",
-        lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
-        "the connector sends only KV pages, not states",
+        "--kv-transfer-config nixl",
+        lambda config: config.kv_transfer is not None and config.kv_transfer.connector == NIXL,
+        "it announces one buffer per rank, which has KV pages and no states; peer sends both",
     ),
     Limit(
         "--prefill-context-parallel-size",
@@ -63,7 +64,7 @@ STATES_ALONE_LIMITS = (
         "without keys and values there are no pages to offload",
     ),
     Limit(
-        "--kv-transfer-config",
+        "--kv-transfer-config or --prefill-engines",
         lambda config: config.kv_transfer is not None,
         "without keys and values there are no pages to send",
     ),

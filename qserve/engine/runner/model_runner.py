@@ -82,6 +82,7 @@ class ModelRunner:
         self.sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
         self.page_sender: PageSender | None = None  # sends pages to other engines; set later
+        self.state_sender: PageSender | None = None  # sends states to other engines; set later
         self.adapters: SlotMemory | None = None  # set by the worker
         self.encoder: Encoder | None = None  # encodes media; set by the worker
         # Layers whose hidden states the drafter reads. Only the first stage has a drafter.
@@ -272,7 +273,7 @@ class ModelRunner:
             self.launch_forward(step)
             return self.launch_sampling(step)
         with self._sending_pages():
-            self.layer_caches.move(step)
+            self._move(step)
             tokens = self.graphs.replay_whole(key, step, self.sampler.last_samples)
         self.sampler.last_samples = self.graphs.whole.samples_R
         return StepHandle(tokens=tokens)
@@ -300,11 +301,23 @@ class ModelRunner:
             yield
             sender.send_rest()
         except BaseException:
-            sender.forget_failed()
+            for each in (sender, self.state_sender):
+                if each is not None:
+                    each.forget_failed()
             raise
 
-    def _launch_forward(self, step: StepInput) -> None:
+    def _move(self, step: StepInput) -> None:
+        """Start the copies of pages and states that a step needs first, and send states.
+
+        The step waits until its states are copied, because it overwrites them.
+        """
         self.layer_caches.move(step)
+        if self.state_sender is not None:
+            self.state_sender.send_rest()
+            self.state_sender.wait_for_last()
+
+    def _launch_forward(self, step: StepInput) -> None:
+        self._move(step)
         prompts = pools = None
         key = self.graph_key_for(step)
         if key is not None:
