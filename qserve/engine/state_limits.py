@@ -16,7 +16,6 @@ from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
-from qserve.kv_transfer.config import NIXL
 from qserve.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -33,11 +32,6 @@ LIMITS = (
         "--kv-transfer-config with --num-state-snapshots 0",
         lambda config: config.kv_transfer is not None and config.num_state_snapshots == 0,
         "pages are useful only with state snapshots",
-    ),
-    Limit(
-        "--kv-transfer-config nixl",
-        lambda config: config.kv_transfer is not None and config.kv_transfer.connector == NIXL,
-        "it announces one buffer per rank, which has KV pages and no states; peer sends both",
     ),
     Limit(
         "--prefill-context-parallel-size",

@@ -10,8 +10,7 @@ from qserve.kv_transfer.peer.link import MappedLink, PageLink
 def make_link(config: KvTransferConfig, device: torch.device, *, of_states: bool) -> PageLink:
     """Open the link of a `peer` or `nixl` connector. Raises InputError.
 
-    `of_states`: the link is for states, not for KV pages. `nixl` has no such link.
+    `of_states`: the link is for states, not for KV pages.
     """
-    if config.connector == NIXL:
-        return NixlLink(config.extra, device)
-    return MappedLink(config.extra, device, of_states=of_states)
+    make = NixlLink if config.connector == NIXL else MappedLink
+    return make(config.extra, device, of_states=of_states)

@@ -11,6 +11,7 @@ import numpy as np
 
 from qserve.engine.distributed.peer_limits import check_peer
 from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.runner.senders import Senders
 from qserve.kv_transfer.connector import make_connector
 from qserve.kv_transfer.peer.rank_pages import BufferSize, PeerRankPages
 from qserve.kv_transfer.peer.tensors import SlotCache, page_tensors, state_tensors
@@ -96,17 +97,19 @@ class RankTransfers:
         share = 0.5 if runner.has_states else 1.0  # of the setting buffer_gb
         # a request's first page may have been begun before
         step_pages = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
+        specs, heads = list(runner.cache_specs), list(first_kv_heads(self._model, size, rank))
+        if runner.speculator is not None:
+            specs += runner.speculator.cache_specs(runner.kv_format)
+            heads += runner.speculator.first_kv_heads
         self.peer = PeerRankPages(
             config.kv_transfer,
-            page_tensors(
-                runner.cache_specs, runner.caches, first_kv_heads(self._model, size, rank)
-            ),
-            lambda: runner.caches,
+            page_tensors(specs, runner.layer_caches.with_pages, heads),
+            lambda: runner.layer_caches.with_pages,
             runner.device,
             size=BufferSize(usual=STEPS_IN_BUFFER * step_pages, least=step_pages, share=share),
             **facts,
         )
-        runner.page_sender = self.peer.sender
+        runner.senders.pages = self.peer.sender
         if not runner.has_states:
             return
         layers = [SlotCache.of(each) for each in runner.caches]
@@ -124,7 +127,7 @@ class RankTransfers:
             of_states=True,
             **facts,
         )
-        runner.state_sender = self.peer_states.sender
+        runner.senders.states = self.peer_states.sender
 
     def _slot_caches(self) -> list[SlotCache]:
         """Return the states of all layers, and the counts of tokens that they include."""
@@ -171,5 +174,5 @@ class RankTransfers:
         for each in (self.peer, self.peer_states):
             if each is not None:
                 each.close()
-        self.peer = self._runner.page_sender = None
-        self.peer_states = self._runner.state_sender = None
+        self.peer = self.peer_states = None
+        self._runner.senders = Senders()

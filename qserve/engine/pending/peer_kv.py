@@ -113,6 +113,9 @@ class PeerKv:
             "activations": str(runner.decoder.dtype).removeprefix("torch."),
             "block size": f"{config.block_size} tokens",
         }
+        if runner.speculator is not None and runner.speculator.caches:
+            drafter = config.speculation  # pages also hold the drafter's keys and values
+            form["drafter"] = f"{drafter.method} of {drafter.model or 'the model'}"
         if runner.has_states:  # a slot also keeps the inputs of so many rows
             form["rows of a verification"] = str(runner.most_rows)
         text = json.dumps(form)
@@ -281,7 +284,7 @@ class PeerKv:
         self._num_queries += len(keys) * self._pool.page_size
         if not request.awaits_pages:
             keys, states = self._announced(keys, states, missing.num_with_pages)
-        elif not self._pages.num_peers:
+        elif not self._has_peers:
             logger.warning(
                 "No KV peer to send the prompt of %s; computing it here", request.request_id
             )
@@ -298,6 +301,11 @@ class PeerKv:
         self._fetches[request] = fetch
         self._begin(fetch)
         return True
+
+    @property
+    def _has_peers(self) -> bool:
+        """True if another engine can send pages and, if the model has them, states."""
+        return bool(self._pages.num_peers and (self._states is None or self._states.num_peers))
 
     def _announced(
         self, keys: list[bytes], states: list[bytes], num_with_pages: int

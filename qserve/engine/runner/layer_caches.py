@@ -88,7 +88,7 @@ class LayerCaches:
 
         The device's pages must already be allocated.
         """
-        self.page_copies = PageCopies([*self.layers, *self._drafter], num_slots, self._device)
+        self.page_copies = PageCopies(self.with_pages, num_slots, self._device)
         if num_states:
             caches = self.with_states
             self.state_copies = PageCopies(caches, num_states, self._device, of_states=True)
@@ -109,6 +109,16 @@ class LayerCaches:
     @property
     def _drafter(self) -> list[Cache]:
         return [] if self._speculator is None else self._speculator.caches
+
+    @property
+    def num_of_drafter(self) -> int:
+        """Number of the drafter's layers."""
+        return len(self._drafter)
+
+    @property
+    def with_pages(self) -> list[Cache]:
+        """The decoder's caches, and then the drafter's."""
+        return [*self.layers, *self._drafter]
 
     @property
     def with_states(self) -> list[Cache]:

@@ -63,10 +63,11 @@ class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one rank's buffer. Other engines read it as JSON.
 
-    A buffer of states has states in place of pages.
+    A buffer of states has states instead of pages.
     """
 
     version: int = VERSION
+    of_states: bool = False
     engine: str  # random name, the same on all ranks of an engine
     rank: int
     num_ranks: int

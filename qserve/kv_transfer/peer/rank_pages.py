@@ -81,6 +81,7 @@ class PeerRankPages:
         settings = link.settings
         num_slots = size.num_slots(sum(tensor.num_bytes for tensor in tensors), settings.buffer_gb)
         facts = {
+            "of_states": of_states,
             "engine": engine,
             "rank": rank,
             "num_ranks": num_ranks,

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +20,8 @@ from tests.qserve.kv_transfer.peer.test_engines import (  # noqa: F401
     run,
 )
 from tests.qserve.kv_transfer.test_states import FAMILIES, cold  # noqa: F401
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
+from tests.qserve.speculation.mtp_model import make_mtp
 
 PROMPT = list(range(5, 46))  # 10 pages and a token
 exhaustive = pytest.mark.exhaustive
@@ -170,7 +171,7 @@ def test_lost_sender_is_recomputed(lost, make, cold, monkeypatch):  # noqa: F811
     prefill = make("kv_producer")
     decode = make("kv_consumer", extra={"patience_s": 1000})
     runner, gone = prefill.runner, []
-    senders = runner.page_sender, runner.state_sender
+    senders = runner.senders.pages, runner.senders.states
     sender = senders[lost != "pages"]
     send = sender._send
 
@@ -304,13 +305,43 @@ def test_drafts_continue_from_received_states(family, make, cold):  # noqa: F811
     assert received.max() > 0
 
 
-def test_beams_continue_from_received_state(make):
-    """All beams start from the state of the prompt."""
-    params = replace(GREEDY, max_tokens=6)
-    assert params.max_tokens == 6
+def test_pages_of_mtp_layer_are_sent(make_engine, cold, tmp_path):  # noqa: F811
+    """They arrive as the sender's drafter has written them, after the model's layers."""
+    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.9)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"model": folder, "speculative_config": json.dumps(drafts)}
+    prefill = make_engine("kv_producer", max_num_batched_tokens=16, **settings)
+    decode = make_engine("kv_consumer", **settings)
+    counts = []
+    decode.scheduler.speculation.observe = lambda *each: counts.append(each)
+    run(prefill, [PROMPT], ONE)
+    assert run(decode, [PROMPT]) == (cold(str(folder), PROMPT), [40])
+    assert any(accepted for _, accepted in counts)
+    pools = [engine.scheduler.pool._pages for engine in (prefill, decode)]
+    shared = prefill.runner.senders.pages._known.keys() & pools[0].keys() & pools[1].keys()
+    assert len(shared) == 10
+    (ours,), (theirs,) = (engine.runner.speculator.caches for engine in (prefill, decode))
+    for one, other in zip(ours.page_tensors, theirs.page_tensors, strict=True):
+        assert one.any()
+        for key in shared:
+            assert torch.equal(one[pools[0][key]], other[pools[1][key]])
 
 
-@pytest.mark.parametrize("connector", ["nixl"])  # noqa: F811
-def test_nixl_is_refused(make):
-    with pytest.raises(InputError, match="nixl.*one buffer per rank"):
-        make("kv_both")
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_mtp_of_models_without_states(family, make_engine, cold, tmp_path):  # noqa: F811
+    """The last page depends on the next token, so it is computed again."""
+    folder = make_mtp(tmp_path / "mtp", agreement=0.9, family=family)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"model": folder, "speculative_config": json.dumps(drafts)}
+    prefill, decode = make_engine("kv_producer", **settings), make_engine("kv_consumer", **settings)
+    counts = []
+    decode.scheduler.speculation.observe = lambda *each: counts.append(each)
+    run(prefill, [PROMPT], ONE)
+    assert run(decode, [PROMPT]) == (cold(str(folder), PROMPT), [36])
+    assert any(accepted for _, accepted in counts)
+
+
+def test_other_drafters_are_refused(make_engine, tmp_path, docs_5m):  # noqa: F811
+    drafts = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
+    with pytest.raises(InputError, match="sends the KV pages of no drafter but mtp"):
+        make_engine("kv_both", speculative_config=json.dumps(drafts))

@@ -8,6 +8,7 @@ import torch
 from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
 PROMPTS = [list(range(start, start + 41)) for start in (5, 105)]
@@ -65,6 +66,14 @@ def test_kept_inputs_of_rows_are_divided(family, tiny_model, tmp_path, monkeypat
     settings = {"speculative_config": json.dumps(drafts), "max_num_batched_tokens": 6}
     settings |= {"max_num_seqs": 2}
     exchange_between_one_rank_and_two("peer", "cpu", tiny_model(family), tmp_path, **settings)
+
+
+def test_heads_of_mtp_layer_are_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_next", 0.5)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"speculative_config": json.dumps(drafts)}
+    exchange_between_one_rank_and_two("peer", "cpu", folder, tmp_path / "peers", **settings)
 
 
 def exchange_between_one_rank_and_two(connector, device, folder, tmp_path, **others):
