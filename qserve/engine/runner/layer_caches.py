@@ -93,6 +93,10 @@ class LayerCaches:
             caches = self.with_states
             self.state_copies = PageCopies(caches, num_states, self._device, of_states=True)
 
+    def advance_(self, batch: Batch) -> Batch:
+        """Count the rows of a forward pass as included in the states, if they are counted."""
+        return batch if self.covered is None else self.covered.advance_(batch)
+
     def move(self, step: StepInput) -> None:
         """Start the copies of pages and states that a step needs first."""
         if step.state_moves is not None:

@@ -370,16 +370,18 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run Decoder.forward_with_aux, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
-        if self.layer_caches.covered is not None:
-            batch = self.layer_caches.covered.advance_(batch)
         batch = batch.with_rope_positions()
         if pipeline is None:
+            batch = self.layer_caches.advance_(batch)
             self._adapt(batch)
             return self.decoder.forward_with_aux(
                 batch.token_ids_T, batch, self.caches, self.aux_layers
             )
-        parts = [] if step is None else microbatches(step, pipeline)
+        # rows that a verification may have; without states it may be divided
+        whole = 0 if self.layer_caches.covered is None else self.most_rows
+        parts = [] if step is None else microbatches(step, pipeline, whole)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
+        batches = [self.layer_caches.advance_(each) for each in batches]
         token_ids = [each.token_ids_T for each in batches]
         return self.decoder.forward_parts(
             token_ids, batches, self.caches, self.aux_layers, self._adapt
