@@ -457,6 +457,21 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
     return tuple(shards[kind][rank].kv_heads[0] for kind in kinds)
 
 
+def state_ranges(
+    config: ModelConfig, size: int, rank: int
+) -> tuple[dict[str, tuple[int, Rows]], ...]:
+    """Return, for each layer, the sharded axis and a rank's ranges of each tensor of a state slot.
+
+    `size`: number of tensor-parallel ranks. A layer without states has {}.
+    """
+    return tuple(
+        StateShard.make(config, number, size, rank).slot_ranges()
+        if config.state_layers[number]
+        else {}
+        for number in range(config.num_layers)
+    )
+
+
 def _head_shards(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShard, ...]]:
     """Return the heads of all ranks, for each layer type; {}: no layer has attention."""
     family, values, sizes = config.family, config.values, config.sizes

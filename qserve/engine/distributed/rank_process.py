@@ -85,7 +85,10 @@ class _Rank:
 
 
 OPENED = ("open_pages", "open_peer")
-SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
+SENT = (
+    *("send_pages", "expect_no_more_pages", "cancel_pages"),
+    *("send_states", "expect_no_more_states", "cancel_states"),
+)
 # Calls with a reply. The return values of other calls are not sent.
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
@@ -96,7 +99,7 @@ CALLS = (
 )
 BEGUN_TRANSFERS = (
     *("match_pages", "load_pages", "save_pages"),
-    *("deepest_states", "load_states", "save_states", "receive_pages"),
+    *("deepest_states", "load_states", "save_states", "receive_pages", "receive_states"),
 )
 # Calls for a thread: they return a future, and its result is the reply.
 BEGUN = ("read_adapter", "reside", *BEGUN_TRANSFERS)

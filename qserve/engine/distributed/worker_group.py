@@ -262,8 +262,10 @@ class WorkerGroup:
         states = SharedPages(self._ours.transfers.states, self._rank_group, state_bytes, "states")
         return pages, states
 
-    def open_peer(self, digest: str, form: str) -> SharedPeerPages:
-        """Open the `peer` connector of each rank. Raises InputError.
+    def open_peer(self, digest: str, form: str) -> tuple[SharedPeerPages, SharedPeerPages | None]:
+        """Open each rank's `peer` connector for KV pages and, if the model has them, for states.
+
+        Raises InputError.
 
         `digest`, `form` (JSON): facts that the contents of KV pages depend on; they do not include
         the number of ranks.
@@ -273,7 +275,10 @@ class WorkerGroup:
             self._ours.transfers.open_peer(engine, digest, form)
         if self._rank_group is not None:
             self._rank_group.replies()
-        return SharedPeerPages(self._ours.transfers.peer, self._rank_group)
+        pages = SharedPeerPages(self._ours.transfers.peer, self._rank_group)
+        if self._ours.transfers.peer_states is None:
+            return pages, None
+        return pages, SharedPeerPages(self._ours.transfers.peer_states, self._rank_group, "states")
 
     def free_unused(self) -> None:
         """Free unused device memory after an out-of-memory error."""

@@ -279,7 +279,9 @@ def test_disk_full_at_start_leaves_no_files(docs_5m, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    with pytest.raises(DiskError, match="unfinished: cannot be created: No space left.*free space on the disk"):
+    with pytest.raises(
+        DiskError, match="unfinished: cannot be created: No space left.*free space on the disk"
+    ):
         quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **OPTIONS)
     assert list(tmp_path.iterdir()) == []
 
