@@ -55,6 +55,13 @@ def test_states_are_divided(family, tiny_model, tmp_path, monkeypatch):
     exchange_between_one_rank_and_two("peer", "cpu", tiny_model(family), tmp_path)
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_states_pass_between_gpus(family, device, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    exchange_between_one_rank_and_two("peer", device, tiny_model(family), tmp_path)
+
+
 @pytest.mark.parametrize(
     "family",
     ["qwen3_next", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in DRAFTED)],
