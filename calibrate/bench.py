@@ -1,7 +1,8 @@
 """`qserve bench quantize`: measure the time and memory of quantizing a few layers.
 
-The layers have a published model's shape and random weights. The time for all its layers is
-extrapolated from the measured layers; the output says so.
+The layers have a published model's shape and random weights. One layer is quantized first, because
+loading and compiling kernels takes time once in a process. The time for all layers is extrapolated
+from the others; the output says so.
 """
 
 import json
@@ -34,6 +35,7 @@ _LLAMA = {  # keys and values that SIZES leaves out
 }
 CONFIGS = {name: {**_LLAMA, **sizes} for name, sizes in SIZES.items()}  # each model's config.json
 assert tuple(CONFIGS) == BENCH_SHAPES
+FEW_TOKENS = 1024  # vocabulary of the model whose layer is quantized first
 TIMED = ("statistics", "solving", "next inputs", "tuning")  # stages that take time in each layer
 
 
@@ -63,15 +65,19 @@ def _weights(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{block}.down_proj.weight", (hidden, inner)
 
 
-def write_model(folder: Path, config: dict, layers: int) -> None:
-    """Write a float model with random weights and one file per layer, as large models have."""
-    generator = torch.Generator().manual_seed(0)
+def write_model(folder: Path, config: dict, layers: int, device: str = "cpu") -> None:
+    """Write a float model with random weights and one file per layer, as large models have.
+
+    `device`: where the weights are drawn. A layer of an 8B model takes seconds on one CPU core.
+    """
+    generator = torch.Generator(device).manual_seed(0)
     weight_map = {}
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
-        return torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+        drawn = torch.randn(shape, generator=generator, device=device)
+        return drawn.mul_(0.02).to("cpu", torch.bfloat16)
 
     def save(file_name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
@@ -92,6 +98,11 @@ def write_model(folder: Path, config: dict, layers: int) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+
+
+def _timed(stages: dict[str, float]) -> float:
+    """Return the seconds of the stages that take time in each layer."""
+    return sum(stages.get(name, 0.0) for name in TIMED)
 
 
 def _limit_memory(devices: Devices, gigabytes: float) -> None:
@@ -120,7 +131,7 @@ def bench_quantize(
     gpu_memory: float | None,
     output_json: str | None,
 ) -> int:
-    """Quantize some layers and print time and memory.
+    """Quantize one layer and then `layers` layers, and print time and memory of the latter.
 
     With `gpu_memory`, in GB, PyTorch may not reserve more on each GPU; exceeding it is an error.
     """
@@ -135,27 +146,35 @@ def bench_quantize(
     devices = Devices.parse(device)
     if gpu_memory is not None:
         _limit_memory(devices, gpu_memory)
-    with tempfile.TemporaryDirectory() as work:
-        source = Path(work) / "source"
-        source.mkdir()
-        write_model(source, config, layers)
-        windows = (samples, sequence_length)
-        ids = torch.randint(0, config["vocab_size"], windows, generator=torch.Generator())
-        report = quantize_checkpoint(
-            source,
-            Path(work) / "out",
-            scheme=Scheme.parse(scheme),
-            recipe=recipe,
-            calibration=CalibrationData(ids_WS=ids, source="random token ids", seed=0),
-            device=device,
-        )
-    stages = report.seconds_by_stage
+
+    def quantize(config: dict, layers: int) -> dict[str, float]:
+        """Return the seconds of each stage."""
+        with tempfile.TemporaryDirectory() as work:
+            source = Path(work) / "source"
+            source.mkdir()
+            write_model(source, config, layers, devices.first)
+            windows = (samples, sequence_length)
+            ids = torch.randint(0, config["vocab_size"], windows, generator=torch.Generator())
+            return quantize_checkpoint(
+                source,
+                Path(work) / "out",
+                scheme=Scheme.parse(scheme),
+                recipe=recipe,
+                calibration=CalibrationData(ids_WS=ids, source="random token ids", seed=0),
+                device=device,
+            ).seconds_by_stage
+
+    first = _timed(quantize({**config, "vocab_size": FEW_TOKENS}, 1))
+    stages = quantize(config, layers)
     print({name: round(seconds, 2) for name, seconds in stages.items()})
-    solving = sum(stages.get(name, 0.0) for name in TIMED)
+    solving = _timed(stages)
+    per_layer = solving / layers
+    projected = per_layer * whole + max(0.0, first - per_layer)
     print(
         f"{layers} layers of {shape}, {recipe}, {samples} x {sequence_length} tokens on"
-        f" {device}: {solving:.1f} s for {', '.join(name for name in TIMED if name in stages)};"
-        f" projected to {whole} layers (not measured): {solving * whole / layers:.0f} s"
+        f" {device}: {solving:.1f} s for {', '.join(name for name in TIMED if name in stages)}"
+        f" (the first layer of this process before them: {first:.1f} s); projected to {whole}"
+        f" layers (not measured): {projected:.0f} s"
     )
     peaks = []
     if devices.kind == "cuda":
@@ -171,8 +190,9 @@ def bench_quantize(
             "recipe": recipe,
             "scheme": scheme,
             "seconds_by_stage": stages,
-            "seconds_per_layer": solving / layers,
-            "projected_seconds": solving * whole / layers,
+            "seconds_of_first_layer": first,
+            "seconds_per_layer": per_layer,
+            "projected_seconds": projected,
             "peak_host_gb": peak,
             "torch": torch.__version__,
         }

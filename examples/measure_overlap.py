@@ -112,6 +112,7 @@ def measure(args: argparse.Namespace) -> None:
         device=device,
         hidden_size=channels,
         max_rows=max(rows_of),
+        equal_shards=True,
     ).communicator
     norm = Norm(torch.ones(channels, dtype=dtype, device=device), 1e-5)
     default_ends, results = row_chunks.ENDS, {}

@@ -41,7 +41,7 @@ def read_checked(
             "cannot be combined with `pad`, which widens the adapted linears",
             "leave out `pad`, or merge the adapter first: qserve merge",
         )
-    return read_adapter(folder, adapted_shapes(family, config))
+    return read_adapter(folder, adapted_shapes(family, config), family=family)
 
 
 def check_counts(recipe: Recipe, needs_data: bool) -> None:

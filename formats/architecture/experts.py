@@ -56,6 +56,13 @@ class SharedExpert:
     down: Projection
     gate: str = ""  # linear with one output, whose sigmoid multiplies the expert's output
 
+    @property
+    def gate_projection(self) -> Projection | None:
+        """The gate as a projection, which is never quantized; None: there is no gate."""
+        if not self.gate:
+            return None
+        return Projection(name=self.gate, members=((self.gate, "one"),), inputs="hidden_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:

@@ -1,10 +1,12 @@
 """Linears of a float checkpoint: names, shapes, and which of them stay in float."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from formats.architecture.columns import Blocks
 from formats.architecture.experts import Experts
 from formats.architecture.family import Family
+from formats.architecture.projection import Projection
 from formats.architecture.sizes import size
 
 
@@ -71,6 +73,18 @@ def of_routing(experts: Experts) -> dict[str, str]:
     if experts.shared is not None and experts.shared.gate:
         found[experts.shared.gate] = "one output, which weighs the shared expert"
     return found
+
+
+def float_projections(family: Family, blocks: Blocks) -> Iterator[Projection]:
+    """Yield the projections of a layer that are never quantized: those beyond Family.projections.
+
+    Routers are not included.
+    """
+    if blocks.state:
+        yield from family.state_mixer.gate_linears
+    shared = family.experts.shared if blocks.experts else None
+    if shared is not None and shared.gate_projection is not None:
+        yield shared.gate_projection
 
 
 def routing_names(family: Family | None, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from formats.architecture.bare_model import PREFIX as MODEL
 from formats.architecture.family import Family
+from formats.architecture.float_linears import float_projections
 from formats.architecture.projection import Projection
-from formats.architecture.text_part import text_name
 from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
 from formats.files.channel_factors import ChannelFactors
 from formats.files.side_files import CHANNEL_FACTORS
+from formats.peft.linear_names import LinearNames
 from formats.peft.lora_config import SAVE_AGAIN, WEIGHTS, LoraConfig
 
 PICKLE = "adapter_model.bin"
@@ -102,12 +102,13 @@ def adapted_projections(
 ) -> Iterator[tuple[int, str, Projection]]:
     """Yield (layer, its prefix, projection) for every linear that can be adapted.
 
-    These are all linears of a layer except the router and the routed experts.
+    These are all linears of a layer except routers, routed experts and indexers.
     """
     for layer in range(config[family.num_layers_key]):
-        row = family.of_layer(layer, config)
-        for projection in row.projections(row.blocks(config, layer)):
-            yield layer, family.layer.format(i=layer), projection
+        row, prefix = family.of_layer(layer, config), family.layer.format(i=layer)
+        blocks = row.blocks(config, layer)
+        for projection in (*row.projections(blocks), *float_projections(row, blocks)):
+            yield layer, prefix, projection
 
 
 def adapted_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -124,11 +125,13 @@ def read_adapter(
     folder: str | Path,
     shapes: Mapping[str, tuple[int, int]],
     *,
+    family: Family | None = None,
     max_rank: int | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> LoraAdapter:
     """Read an adapter for a base model whose linears have these shapes. Raises CheckpointError.
 
+    `family`: the model's row, for adapters that name the linears as transformers does.
     `is_wanted` is called before each linear; if it returns False, reading stops with an error.
     Sizes and ranks are checked before a tensor is read; every tensor must be used, and every linear
     that the configuration names must have its pair. Links to the folder are resolved once, and
@@ -140,15 +143,21 @@ def read_adapter(
     folder = folder.resolve()
     config = LoraConfig.from_folder(folder)
     file = _File(folder)
-    names = _sorted_out(file, shapes)
-    for module, parts in names.items():
+    names = LinearNames(shapes, family)
+    stored = _sorted_out(file, names, family)
+    for module, pair in stored.items():
         _check_wanted(folder, is_wanted)
-        _check_pair(file, config, module, parts, shapes, max_rank)
-    if not names:
+        _check_pair(file, config, pair, shapes[module], max_rank)
+    if not stored:
         raise CheckpointError(str(file.path), "holds no tensors", "save the adapter again")
     # An expression may match linears without a pair: "all-linear" also matches the router.
     listed = not isinstance(config.target, str)
-    missing = [name for name in shapes if listed and name not in names and config.adapts(name)]
+    like = [pair.name for pair in stored.values()]
+    missing = [
+        name
+        for name in shapes
+        if listed and name not in stored and config.adapts(names.in_adapter(name, like))
+    ]
     if missing:
         raise CheckpointError(
             str(folder),
@@ -157,10 +166,11 @@ def read_adapter(
             "use an adapter that was trained on this model",
         )
     pairs = {}
-    for module, parts in names.items():
+    for module, pair in stored.items():
         _check_wanted(folder, is_wanted)
-        a_rK, b_Nr = (_finite(file, parts[part]) for part in "AB")
-        pairs[module] = LoraPair(a_rK=a_rK, b_Nr=b_Nr, scale=config.scale_of(module))
+        a_rK, b_Nr = (_finite(file, pair.tensors[part]) for part in "AB")
+        scale = config.scale_of(pair.name_in(config) or module)
+        pairs[module] = LoraPair(a_rK=a_rK, b_Nr=b_Nr, scale=scale)
     return LoraAdapter(folder=str(folder), config=config, pairs=pairs)
 
 
@@ -236,9 +246,22 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, str]]:
-    """Map modules to {"A": tensor name, "B": tensor name}. Every tensor must belong to a module."""
-    found: dict[str, dict[str, str]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredPair:
+    """Tensors of one linear in the file."""
+
+    name: str  # of the linear in the file
+    module: str  # of the linear in the checkpoint
+    tensors: dict[str, str]  # "A", "B" -> name of the tensor
+
+    def name_in(self, config: LoraConfig) -> str | None:
+        """Return the name that the configuration adapts; None: it adapts neither."""
+        return next((name for name in (self.name, self.module) if config.adapts(name)), None)
+
+
+def _sorted_out(file: _File, names: LinearNames, family: Family | None) -> dict[str, _StoredPair]:
+    """Map linears of the checkpoint to their tensors. Every tensor must belong to a linear."""
+    found: dict[str, _StoredPair] = {}
     for name in file.entries:
         end = next((end for end in ENDS if name.endswith(end)), None)
         if not name.startswith(PREFIX) or end is None:
@@ -249,43 +272,49 @@ def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
                 "train or save the adapter with linear layers as its only targets",
             )
         stored = name.removeprefix(PREFIX).removesuffix(end)
-        # an adapter of a model without a head lacks the prefix, as the model does
-        bare = f"{MODEL}{stored}"
-        module = next((each for each in (stored, bare) if each in shapes), text_name(stored) or "")
-        if module not in shapes:
+        module = names.find(stored)
+        if module is None:
+            model = "this model" if family is None else family.architecture
             raise CheckpointError(
                 f"{file.path}: {name}",
-                f"adapts {stored}, which is not a linear of this model that can be adapted",
-                "use an adapter that was trained on this model, without embeddings, heads,"
-                " routers and experts; `qserve merge` takes adapters of any linear of a float"
-                " model",
+                f"adapts {stored}, which is not a linear of {model} that can be adapted",
+                "use an adapter that was trained on this model and adapts only mixers, attention"
+                " and feed-forwards, not embeddings, heads, routers, routed experts and"
+                " convolutions; `qserve merge` takes adapters of any linear of a float model",
             )
-        found.setdefault(module, {})[ENDS[end]] = name
+        pair = found.setdefault(module, _StoredPair(name=stored, module=module, tensors={}))
+        if pair.name != stored:
+            raise CheckpointError(
+                f"{file.path}: {name}",
+                f"adapts a linear that {pair.name} also names",
+                "save the adapter again",
+            )
+        pair.tensors[ENDS[end]] = name
     return found
 
 
 def _check_pair(
     file: _File,
     config: LoraConfig,
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, int]],
+    pair: _StoredPair,
+    shape: tuple[int, int],
     max_rank: int | None,
 ) -> None:
-    subject = f"{file.path}: {module}"
+    subject, parts = f"{file.path}: {pair.name}", pair.tensors
     if len(parts) != 2:
         raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "download it again")
-    if not config.adapts(module):
+    name = pair.name_in(config)
+    if name is None:
         raise CheckpointError(
             subject, f"has tensors, and {config.source} does not name it", SAVE_AGAIN
         )
-    (N, K), rank = shapes[module], config.rank_of(module)
-    for part, shape in (("A", (rank, K)), ("B", (N, rank))):
+    (N, K), rank = shape, config.rank_of(name)
+    for part, wanted in (("A", (rank, K)), ("B", (N, rank))):
         found, dtype = file.entries[parts[part]]
-        if found != shape:
+        if found != wanted:
             raise CheckpointError(
                 f"{subject} lora_{part}",
-                f"expected {list(shape)}, found {list(found)}",
+                f"expected {list(wanted)}, found {list(found)}",
                 "use an adapter that was trained on this model, with these ranks",
             )
         if not dtype.is_floating_point:

@@ -5,6 +5,7 @@ Legend: see qkernels/ops.py.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -107,6 +108,17 @@ class PagedKv:
         return (*self.k_scales.stride()[:3], *self.v_scales.stride()[:3])
 
 
+class RequestArrays(NamedTuple):
+    """What AttentionStep has of each request. Addresses are divisible by 16.
+
+    Triton compiles other kernels for other addresses and launches them more slowly (gpu/launch.py).
+    """
+
+    block_tables_RX: torch.Tensor
+    query_starts_R1: torch.Tensor
+    context_lengths_R: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
     """The first requests of a step, which have few rows each; the others are prompt chunks.
@@ -122,8 +134,7 @@ class DecodeRows:
     max_query_len: int
     max_context_len: int
     num_rows: int | None = None
-    # int32 [requests of chunks + 1]: first row of each chunk, counted after the decodes' rows
-    chunk_starts_R1: torch.Tensor | None = None
+    chunks: RequestArrays | None = None  # rows are counted after those of the decodes
     bounds_8: torch.Tensor | None = None  # `decode_bounds` as a tensor
 
 
@@ -160,8 +171,8 @@ class AttentionStep:
         follow those of the decodes.
         """
         R, bounds_8 = decodes.num_requests, decodes.bounds_8
-        of_chunks = slice(R, None) if bounds_8 is None else slice(None)
-        starts = decodes.chunk_starts_R1 if bounds_8 is None else self.query_starts_R1
+        arrays = self.block_tables_RX, self.query_starts_R1, self.context_lengths_R
+        tables_RX, starts_R1, lengths_R = decodes.chunks or arrays
         return (
             AttentionStep(
                 block_tables_RX=self.block_tables_RX[:R],
@@ -172,9 +183,9 @@ class AttentionStep:
                 bounds_2=None if bounds_8 is None else bounds_8[:2],
             ),
             AttentionStep(
-                block_tables_RX=self.block_tables_RX[of_chunks],
-                query_starts_R1=starts,
-                context_lengths_R=self.context_lengths_R[of_chunks],
+                block_tables_RX=tables_RX,
+                query_starts_R1=starts_R1,
+                context_lengths_R=lengths_R,
                 max_query_len=self.max_query_len,
                 max_context_len=self.max_context_len,
                 bounds_2=None if bounds_8 is None else bounds_8[4:6],

@@ -58,16 +58,27 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLayout:
-    """Layout of peer memory."""
+    """Layout of peer memory.
+
+    With unequal shards of a linear's inputs, one rank's product may return split-K partial sums and
+    another's a tensor. Ranks that send different forms would wait for each other forever, so there
+    is then one form for both.
+    """
 
     ranks: int
     limits: Limits
     rows: tuple[RowsLayout, ...]
+    equal_shards: bool = True  # all ranks' shards of a linear have the same shape
     pair_bytes: int = 0  # largest message that two ranks exchange by copies (pair_sum.py)
 
     @classmethod
     def of_model(
-        cls, ranks: int, channels: int, within: Limits | None = None, pair_rows: int = 0
+        cls,
+        ranks: int,
+        channels: int,
+        within: Limits | None = None,
+        pair_rows: int = 0,
+        equal_shards: bool = True,
     ) -> "PeerLayout":
         """Return the layout for `ranks` ranks and norms of `channels` channels.
 
@@ -82,7 +93,8 @@ class PeerLayout:
         return cls(
             ranks=ranks,
             limits=found,
-            rows=rows_layouts(ranks, channels, found.rows),
+            rows=rows_layouts(ranks, channels, found.rows, equal_shards),
+            equal_shards=equal_shards,
             pair_bytes=ceil_div(pair_bytes, ALIGNMENT) * ALIGNMENT,
         )
 
@@ -173,11 +185,12 @@ class Peers:
     def rows(self, x_MC: LinearOutput) -> tuple[RowsLayout, Channel] | None:
         """Return the channel for x's rows; None: there is none.
 
-        Partial sums use the float32 channel if there is one; otherwise they are rounded.
+        Partial sums use the float32 channel if there is one; otherwise they are rounded. With
+        unequal shards a tensor also uses it.
         """
         rows, channels = x_MC.shape
         rounded = x_MC.dtype.itemsize
-        for item_bytes in (4, rounded) if isinstance(x_MC, SplitKPartials) else (rounded,):
+        for item_bytes in (4, rounded) if isinstance(x_MC, SplitKPartials) else (rounded, 4):
             for layout, channel in self._rows:
                 if (layout.channels, layout.item_bytes) == (channels, item_bytes) and (
                     0 < rows <= layout.rows

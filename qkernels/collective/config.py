@@ -79,19 +79,25 @@ class RowsLayout:
         return self.rows * self.channels * self.item_bytes
 
 
-def rows_layouts(ranks: int, channels: int, max_rows: int) -> tuple[RowsLayout, ...]:
-    """Return the row layouts of a model's norms: few or many rows, 2 or 4 bytes per element."""
+def rows_layouts(
+    ranks: int, channels: int, max_rows: int, equal_shards: bool = True
+) -> tuple[RowsLayout, ...]:
+    """Return the row layouts of a model's norms: few or many rows, 2 or 4 bytes per element.
+
+    There is only one element size unless shards are equal (PeerLayout).
+    """
     few, narrow = ranks <= FEW_RANKS, channels <= FEWER_CHANNELS
     if channels > MAX_CHANNELS or channels % VECTOR or not (few or narrow):
         return ()
     parts = ceil_div(channels, PART_CHANNELS)
+    item_sizes = ((2, 4) if equal_shards else (4,)) if few and narrow else (2,)
     shapes = [(min(FEW_ROWS, max_rows), parts)]
     if max_rows > FEW_ROWS:
         shapes.append((max_rows, 1))
     return tuple(
         RowsLayout(rows=rows, channels=channels, item_bytes=item_bytes, parts=parts)
         for rows, parts in shapes
-        for item_bytes in ((2, 4) if few and narrow else (2,))
+        for item_bytes in item_sizes
     )
 
 

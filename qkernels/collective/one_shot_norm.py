@@ -77,7 +77,7 @@ def all_reduce_norm(
     M, C = x_MC.shape
     source, stride_part, format = partials_source(contiguous(x_MC))
     layout, channel = peers.rows(x_MC)
-    if format.parts and layout.item_bytes == 4:  # partial sums are not rounded before they are sent
+    if layout.item_bytes == 4:  # partial sums are not rounded before they are sent
         format = replace(format, dtype=tl.float32)
     residual_MC = residual_MC.contiguous()
     total_MC = torch.empty_like(residual_MC)
@@ -189,7 +189,7 @@ def _total(
     own_words = words_mask & (w // (PART // OF_WORD) == part)
     row = m.to(tl.int64) * C
     phase = tl.load(counter)
-    x = load_reduced(x_ptr + row + c, mask, stride_part, SUM)
+    x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(SUM.dtype)
     if EARLY:
         residual = tl.load(residual_ptr + row + c, mask=mask, other=0.0)
     words = outgoing(x)

@@ -1,8 +1,9 @@
 """Sums over the ranks of a group. Each operation checks its arguments, then runs a kernel.
 
 All ranks call the same operations with equal shapes in the same order, on one stream each; results
-are bitwise equal on all ranks. Nothing waits for the device, so all operations can be captured in a
-CUDA graph. Legend: M rows, C channels.
+are bitwise equal on all ranks. If shards are unequal (PeerLayout), some ranks may give split-K
+partial sums and others tensors. Nothing waits for the device, so all operations can be captured in
+a CUDA graph. Legend: M rows, C channels.
 """
 
 import torch
@@ -13,19 +14,19 @@ from qkernels.collective.config import Algorithm, algorithm_for
 from qkernels.errors import KernelError
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.forms import InputForm, LinearInput
-from qkernels.operands.split_k import LinearOutput, SplitKPartials
+from qkernels.operands.split_k import LinearOutput, SplitKPartials, reduced
 from qkernels.rowwise.ops import check_norm_spec, norm
 from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 
 
 def all_reduce_algorithm(x: LinearOutput, peers: Peers) -> Algorithm | None:
     """Return the algorithm of all_reduce for x; None: x is too large for the peers' buffers."""
-    return algorithm_for(_message_bytes(x), peers.layout.limits)
+    return algorithm_for(_message_bytes(x, peers), peers.layout.limits)
 
 
-def _message_bytes(x: LinearOutput) -> int:
-    item = torch.float32.itemsize if isinstance(x, SplitKPartials) else x.dtype.itemsize
-    return x.shape.numel() * item
+def _message_bytes(x: LinearOutput, peers: Peers) -> int:
+    is_float32 = isinstance(x, SplitKPartials) and peers.layout.equal_shards
+    return x.shape.numel() * (torch.float32 if is_float32 else x.dtype).itemsize
 
 
 def all_reduce(x: LinearOutput, peers: Peers, how: Algorithm | None = None) -> torch.Tensor:
@@ -35,10 +36,12 @@ def all_reduce(x: LinearOutput, peers: Peers, how: Algorithm | None = None) -> t
     """
     check_float("all_reduce x", x, parts=True)
     limits = peers.layout.limits
+    if not peers.layout.equal_shards:
+        x = reduced(x)
     how = how or all_reduce_algorithm(x, peers)
     most = limits.one_shot if how == "one_shot" else limits.two_shot
-    if how is None or _message_bytes(x) > most:
-        found = f"{_message_bytes(x)} of {list(x.shape)}"
+    if how is None or _message_bytes(x, peers) > most:
+        found = f"{_message_bytes(x, peers)} of {list(x.shape)}"
         raise KernelError("all_reduce x", f"expected at most {most} bytes, found {found}")
     if isinstance(x, SplitKPartials):
         first, *others = x.parts.unbind(0)

@@ -13,7 +13,7 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS
 
 RANK_BLOCK = 16  # smallest size that tensor cores multiply
 FEW_ROWS = 128  # most rows with which kernels use PDL (gpu/pdl.py)
-MAX_SLICES = 3  # most fused linears (q, k, v)
+MAX_SLICES = 4  # most fused linears (q, k, v and a gate)
 PARTS_LEFT = 16  # most split-K parts that shrink leaves to its consumer
 FIXED_PARTS = 8  # split-K parts in fixed order, for every number of rows
 WIDE_OUTPUTS = 256  # outputs of a tile of 16 rows in fixed order, for many rows

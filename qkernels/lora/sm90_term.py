@@ -37,12 +37,14 @@ class LoraTermArguments:
     scales_stride: integer
     first_end: integer
     second_end: integer
+    third_end: integer
     PARTS: gl.constexpr
 
     @gluon.jit
     def slice_of(self, n):
         """Return the index of the linear, among those side by side, that has output n."""
-        return (n >= self.first_end).to(gl.int32) + (n >= self.second_end).to(gl.int32)
+        s = (n >= self.first_end).to(gl.int32) + (n >= self.second_end).to(gl.int32)
+        return s + (n >= self.third_end).to(gl.int32)
 
     @gluon.jit
     def slots(self, m, M):
@@ -90,6 +92,7 @@ def lora_term(arguments, PARTS: gl.constexpr):
         scales_stride=arguments.scales_stride,
         first_end=arguments.first_end,
         second_end=arguments.second_end,
+        third_end=arguments.third_end,
         PARTS=PARTS,
     )
 

@@ -65,6 +65,7 @@ class TermArguments(NamedTuple):
     scales_stride: int | None
     first_end: int | None  # outputs of the first fused linear
     second_end: int | None  # outputs of the first two fused linears
+    third_end: int | None  # outputs of the first three fused linears
 
 
 def term_arguments(term: LoraTerm | None) -> TermArguments:
@@ -72,7 +73,7 @@ def term_arguments(term: LoraTerm | None) -> TermArguments:
     if term is None:
         return _NO_TERM
     weights, (_, _, S, R) = term.weights, term.h_PTSR.shape
-    first, second, _ = (*accumulate(weights.sizes), *(weights.out_features,) * 2)[:3]
+    first, second, third, *_ = (*accumulate(weights.sizes), *(weights.out_features,) * 2)
     return TermArguments(
         h_ptr=term.h_PTSR,
         slots_ptr=term.slots_T,
@@ -87,6 +88,7 @@ def term_arguments(term: LoraTerm | None) -> TermArguments:
         scales_stride=weights.scales_LS.stride(0),
         first_end=first,
         second_end=second,
+        third_end=third,
     )
 
 

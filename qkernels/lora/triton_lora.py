@@ -15,6 +15,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import workspace
 from qkernels.lora.config import (
+    MAX_SLICES,
     RANK_BLOCK,
     ExpandConfig,
     ShrinkConfig,
@@ -132,7 +133,7 @@ def lora_expand_(
     out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
     T, S, R = h_TSR.shape
     config = config or expand_config(T, weights.out_features, weights.num_slots)
-    sizes = (*weights.sizes, 0, 0)[:3]
+    sizes = (*weights.sizes, 0, 0, 0)[:MAX_SLICES]
     with on_device(h_TSR):
         launch(
             _lora_expand,
@@ -158,6 +159,7 @@ def lora_expand_(
             N0=sizes[0],
             N1=sizes[1],
             N2=sizes[2],
+            N3=sizes[3],
             BM=config.rows,
             BN=config.outputs,
             BR=RANK_BLOCK,
@@ -287,6 +289,12 @@ def _lora_shrink(
                 tl.store(counter_ptr, 0)
 
 
+@triton.jit
+def _of_linear(s, value0, value1, value2, value3):
+    """Return the value of linear s."""
+    return tl.where(s == 0, value0, tl.where(s == 1, value1, tl.where(s == 2, value2, value3)))
+
+
 @triton.jit(do_not_specialize=["T"])
 def _lora_expand(
     y_ptr,
@@ -306,6 +314,7 @@ def _lora_expand(
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    N3: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -315,11 +324,13 @@ def _lora_expand(
     block = tl.program_id(1)
     TILES0: tl.constexpr = (N0 + BN - 1) // BN
     TILES1: tl.constexpr = TILES0 + (N1 + BN - 1) // BN
+    TILES2: tl.constexpr = TILES1 + (N2 + BN - 1) // BN
     # no tile reaches from one of the linears into the next
     s = (block >= TILES0).to(tl.int32) + (block >= TILES1).to(tl.int32)
-    first = tl.where(s == 0, 0, tl.where(s == 1, TILES0, TILES1))
-    before = tl.where(s == 0, 0, tl.where(s == 1, N0, N0 + N1))
-    end = before + tl.where(s == 0, N0, tl.where(s == 1, N1, N2))
+    s += (block >= TILES2).to(tl.int32)
+    first = _of_linear(s, 0, TILES0, TILES1, TILES2)
+    before = _of_linear(s, 0, N0, N0 + N1, N0 + N1 + N2)
+    end = before + _of_linear(s, N0, N1, N2, N3)
     n = before + (block - first) * BN + tl.arange(0, BN)
     t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
     rank = tl.load(ranks_ptr + slot * stride_ranks + s, mask=slot >= 0, other=0)

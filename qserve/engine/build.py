@@ -61,7 +61,6 @@ class EngineParts:
         check_fallback(config, model)
         check_invariance(config, model)
         state_limits.check_latents(config, model, max_model_len)
-        state_limits.check_adapters(config, model)
         placement = place_experts(model, config)
         stages = config.pipeline_parallel_size
         check_ranks(model, config.tensor_parallel_size, stages, placement)

@@ -27,6 +27,7 @@ from qserve.engine.stats import EngineStats
 from qserve.engine.step.mask_jobs import MaskJobs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.token_event import TokenEvent
+from qserve.engine.uninterrupted import uninterrupted
 from qserve.multimodal.media import MediaItem
 from qserve.params.request_options import DEFAULT, RequestOptions
 from qserve.params.sampling_params import SamplingParams
@@ -177,6 +178,7 @@ class Engine:
         if request is not None:
             request.awaits_pages = False
 
+    @uninterrupted()
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, then apply the results of older steps. Returns the events."""
         events, self._ended = self._ended, []

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from formats.errors import InputError
-from qkernels.lora.config import MAX_SLICES
 from qserve.config import EngineConfig
 from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.kv_cache.state_slots import StatePool
@@ -17,6 +16,7 @@ from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.model_config import ModelConfig
+from qserve.parallel.pipeline import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +34,9 @@ LIMITS = (
         "pages are useful only with state snapshots",
     ),
     Limit(
-        "--kv-transfer-config peer or nixl, or --prefill-engines",
-        lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
-        "the connector sends only KV pages, not states",
-    ),
-    Limit(
         "--prefill-context-parallel-size",
         lambda config: config.prefill_context_parallel_size > 1,
         "a recurrent state depends on all earlier tokens",
-    ),
-    Limit(
-        "--pipeline-parallel-size",
-        lambda config: config.pipeline_parallel_size > 1,
-        "microbatches of a step would need each other's states",
-    ),
-    Limit(
-        "--enable-lora",
-        lambda config: config.enable_lora,
-        "the linears of its layers are ordered differently from those of adapters",
     ),
 )
 
@@ -63,7 +48,7 @@ STATES_ALONE_LIMITS = (
         "without keys and values there are no pages to offload",
     ),
     Limit(
-        "--kv-transfer-config",
+        "--kv-transfer-config or --prefill-engines",
         lambda config: config.kv_transfer is not None,
         "without keys and values there are no pages to send",
     ),
@@ -193,19 +178,6 @@ def check_compressed(config: EngineConfig, model: ModelConfig) -> None:
         check_limits(COMPRESSED_LIMITS, config, model.family.architecture)
 
 
-def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for LoRA if a fused product of the model has too many linears for it."""
-    family = model.family
-    if config.enable_lora and len(family.qkv.linears) > MAX_SLICES:
-        raise InputError(
-            "--enable-lora",
-            f"does not work with {family.architecture}: its attention merges"
-            f" {len(family.qkv.linears)} linears into one matrix, and adapters support"
-            f" {MAX_SLICES}",
-            "remove it, or serve another model",
-        )
-
-
 def check_context_parallel(config: EngineConfig) -> None:
     """Raise InputError for a setting that does not work with context parallelism."""
     size = config.prefill_context_parallel_size
@@ -218,10 +190,31 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
     name = model.family.architecture
     if model.has_states:
         check_limits(LIMITS, config, f"{name}, whose layers have states")
+        _check_stages(config, model)
     if model.has_states and not model.has_attention:
         check_limits(STATES_ALONE_LIMITS, config, f"{name}, which has no attention")
     if model.output_window:
         check_limits(OUTPUT_WINDOW_LIMITS, config, f"{name}, whose output has a window")
+
+
+def _check_stages(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError if a pipeline stage has no states, or no attention as other stages have."""
+    stages, layers = config.pipeline_parallel_size, model.num_layers
+    for stage in range(stages if stages > 1 else 0):
+        numbers = stage_layers(stage, stages, layers)
+        kinds = {"states": any(model.state_layers[number] for number in numbers)}
+        if model.has_attention:
+            kinds["attention"] = any(
+                model.family.blocks(model.values, number).attention for number in numbers
+            )
+        for kind, is_there in kinds.items():
+            if not is_there:
+                raise InputError(
+                    f"--pipeline-parallel-size {stages}",
+                    f"does not work with {model.family.architecture}: no layer of stage"
+                    f" {stage + 1}, {numbers.start} to {numbers.stop - 1}, has {kind}",
+                    "use fewer stages",
+                )
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:

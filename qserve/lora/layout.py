@@ -14,9 +14,10 @@ from hashlib import blake2b
 import torch
 
 from formats.architecture.projection import Projection
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_rows
 from formats.peft.lora import LoraAdapter, adapted_projections, adapted_shapes
+from qkernels.lora.config import MAX_SLICES
 from qkernels.lora.weights import TABLE_COLUMNS
 from qserve.model.model_config import ModelConfig
 from qserve.model.tp_plan import LinearPart
@@ -69,6 +70,7 @@ class AdapterLayout:
         self.places = tuple(_places(config, parts or {}, layers))
         last = self.places[-1]
         self.piece = _aligned(last.b + sum(last.sizes))  # elements of one piece
+        self.family = config.family
         self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:
@@ -123,6 +125,13 @@ def _places(
             continue
         linears = projection.linears
         modules = tuple(f"{prefix}.{linear.name}" for linear in linears)
+        if len(linears) > MAX_SLICES:
+            raise InputError(
+                "--enable-lora",
+                f"does not work with {config.family.architecture}: {', '.join(modules)} run as one"
+                f" matrix, and adapters support {MAX_SLICES} linears in one",
+                "remove it, or serve another model",
+            )
         ours = tuple(parts.get(module, whole) for module in modules)
         outputs = tuple(
             _count(part.rows, sum(sizes[name] for name in linear.outputs))

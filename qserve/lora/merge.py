@@ -10,6 +10,7 @@ import torch
 
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError
+from formats.families import family_of
 from formats.files.model_writer import open_writer
 from formats.peft.lora import LoraPair, read_adapter
 from formats.quant_config import find_block
@@ -61,7 +62,8 @@ def merge_adapter(
         for name, entry in reader.entries.items()
         if name.endswith(WEIGHT) and len(entry.shape) == 2 and entry.dtype.is_floating_point
     }
-    pairs = {f"{name}{WEIGHT}": p for name, p in read_adapter(adapter, shapes).pairs.items()}
+    found = read_adapter(adapter, shapes, family=family_of(reader.config))
+    pairs = {f"{name}{WEIGHT}": pair for name, pair in found.pairs.items()}
     sums = torch.zeros(3, dtype=torch.float64)  # sums of squares: weights, updates, rounding errors
     with open_writer(
         target, reader, min_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes

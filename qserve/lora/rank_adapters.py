@@ -34,7 +34,9 @@ class RankAdapters:
         Raises InputError, also if `is_wanted` returns False before the end.
         """
         layout, max_rank = self.memory.layout, self.memory.max_rank
-        found = read_adapter(path, layout.shapes, max_rank=max_rank, is_wanted=is_wanted)
+        found = read_adapter(
+            path, layout.shapes, family=layout.family, max_rank=max_rank, is_wanted=is_wanted
+        )
         digest = adapter_digest(found)
         if self._factors is not None:
             found = found.fitted(self._factors)

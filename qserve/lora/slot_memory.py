@@ -7,17 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from formats.architecture.rows.latent_parts import queries_of
+from formats.errors import InputError
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
-from qserve.model.blocks.dense_and_experts import DenseAndExperts
-from qserve.model.blocks.gemma.altup import SparseMlp
 from qserve.model.blocks.latent.adapters import LatentAdapters
-from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
-from qserve.model.blocks.media_experts import MediaExperts
-from qserve.model.blocks.mlp import Mlp
-from qserve.model.blocks.moe import MoeMlp
-from qserve.model.blocks.xielu_mlp import XieluMlp
+from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows
 from qserve.model.decoder import Decoder
 
 
@@ -44,27 +38,34 @@ class SlotMemory:
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
         for number, place in enumerate(layout.places):
-            row = decoder.config.family.of_layer(place.layer, decoder.config.values)
-            if place.projection in row.latent[-1:]:
-                attention = decoder.layers[decoder.layer_numbers.index(place.layer)].attention
-                attention.adapters = LatentAdapters(
-                    self._weights(number, place),
-                    self.rows,
-                    attention.shape.nope,
-                    attention.shape.value,
-                )
-                continue
-            owner, name = _linear_of(decoder, place)
-            if isinstance(getattr(owner, name), RowParallel):
-                # the linear's sum over ranks also adds up the adapters' partial sums
-                owner, name = getattr(owner, name), "inner"
-            linear = AdaptedLinear(
-                getattr(owner, name),
-                self._weights(number, place),
-                self.rows,
-                fixed_order=fixed_order,
+            self._adapt(decoder, place, self._weights(number, place))
+
+    def _adapt(self, decoder: Decoder, place: Place, weights: LoraWeights) -> None:
+        """Add the adapters of one projection to the block that runs it.
+
+        Raises InputError if it runs in no linear.
+        """
+        config = decoder.config
+        layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
+        row = config.family.of_layer(place.layer, config.values)
+        if place.projection in row.latent[-1:]:  # attention absorbs it
+            attention = layer.attention
+            shape = attention.shape
+            attention.adapters = LatentAdapters(weights, self.rows, shape.nope, shape.value)
+            return
+        base = decoder.linears.get(place.modules[0])
+        if base is None:
+            raise InputError(
+                "--enable-lora",
+                f"does not work with {row.architecture}: adapters cannot be added to"
+                f" {place.modules[0]}",
+                "remove it, or serve another model",
             )
-            setattr(owner, name, linear)
+        adapted = AdaptedLinear(base, weights, self.rows, fixed_order=self.fixed_order)
+        # The sum over ranks of a RowParallel, whose inner linear this may be, also adds up the
+        # adapters' partial sums.
+        owner, name = _owner_of(layer, base)
+        setattr(owner, name, adapted)
 
     @property
     def max_rank(self) -> int:
@@ -100,24 +101,11 @@ class SlotMemory:
         )
 
 
-def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
-    """Return the block that has a projection's linear, and the name of the linear's attribute."""
-    config = decoder.config
-    family = config.family.of_layer(place.layer, config.values)
-    layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
-    if place.projection in (family.qkv, family.o):
-        return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
-    if place.projection == family.head_gates:
-        return layer.attention, "gates"
-    if place.projection == queries_of(family):
-        return layer.attention, "q_b_proj"
-    inputs = family.layer_inputs
-    if inputs is not None and place.projection in (inputs.gate, inputs.projection):
-        return layer.layer_input, "gate" if place.projection == inputs.gate else "projection"
-    mlp = layer.mlp.mlp if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
-    if isinstance(mlp, MoeMlp | MediaExperts):
-        mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
-    else:
-        gate_up = family.gate_up
-    assert isinstance(mlp, Mlp | XieluMlp | SparseMlp), f"{place.projection.name} is in no MLP"
-    return mlp, "up_proj" if place.projection == gate_up else "down_proj"
+def _owner_of(layer: torch.nn.Module, linear: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """Return the module of a layer that has a linear, and the name of its attribute."""
+    return next(
+        (owner, name)
+        for owner in layer.modules()
+        for name, child in owner.named_children()
+        if child is linear
+    )

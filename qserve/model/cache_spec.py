@@ -134,6 +134,11 @@ class CacheSpec:
         return (self.heads_axis,) * count
 
     @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Names of the tensors of a state slot (StateShard.slot_ranges)."""
+        return ()
+
+    @property
     def split_rule(self) -> SplitRule | None:
         """When to compute long chunks separately from other requests; None: never."""
         return None

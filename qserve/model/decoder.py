@@ -63,6 +63,8 @@ class Decoder(torch.nn.Module):
         self.classifier: Classifier | RankerHead | None = None  # set by the loader
         # name of a sharded linear -> this rank's shard; set by the loader
         self.parts: Mapping[str, LinearPart] = {}
+        # name of a linear of a layer -> the Linear that runs it; set by the loader
+        self.linears: Mapping[str, Linear] = {}
 
     @property
     def dtype(self) -> torch.dtype:

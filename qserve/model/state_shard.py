@@ -8,15 +8,16 @@ each group. A rank has the parts of its heads and groups in each block.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from formats.architecture.states.mixer import StateMixer
+from formats.architecture.states.mixer import Kind, StateMixer
 from formats.errors import InputError
 from formats.in_memory.shards import HeadShard, Shard
 from formats.in_memory.slices import Rows
 from formats.in_memory.state_shards import HEADS, check_states, shard_states
 from qserve.model.model_config import ModelConfig
 
-HEAD, GROUP = "head", "group"
-# Size name -> blocks: (whether a block has a part per head or per group, size of a part).
+HEAD, GROUP, WHOLE = "head", "group", "whole"
+# Size name -> blocks: (whether a block has a part per head or per group, or is whole on every rank;
+# size of a part).
 _BLOCKS = {
     "linear_num_value_heads": ((HEAD, "one"),),
     "delta_k": ((GROUP, "linear_key_head_dim"),),
@@ -29,6 +30,7 @@ _BLOCKS = {
     "mamba_n_heads": ((HEAD, "one"),),
     "mamba_inner": ((HEAD, "mamba_d_head"),),
     "mamba_gated": ((HEAD, "mamba_d_head"),) * 2,
+    "mamba_b": ((GROUP, "mamba_d_state"),),
     "mamba_conv": ((HEAD, "mamba_d_head"), (GROUP, "mamba_d_state"), (GROUP, "mamba_d_state")),
     "mamba_in": (
         (HEAD, "mamba_d_head"),
@@ -40,6 +42,7 @@ _BLOCKS = {
     # Mamba-1; each channel counts as a head
     "mamba_channels": ((HEAD, "one"),),
     "mamba_channels_in": ((HEAD, "one"),) * 2,
+    "mamba_d_state": ((WHOLE, "mamba_d_state"),),
     "linear_num_heads": ((HEAD, "one"),),
     "kda": ((HEAD, "linear_head_dim"),),
     "kda_qkv": ((HEAD, "linear_head_dim"),) * 3,
@@ -49,6 +52,22 @@ _BLOCKS = {
     # short convolution; each channel counts as a head
     "hidden_size": ((HEAD, "one"),),
     "short_conv_in": ((HEAD, "one"),) * 3,
+}
+# For each kind of mixer, the sizes along the sharded axis of a slot's tensors (StateSlots): of the
+# recurrent state, with that axis, and of the kept inputs of a row.
+_MEMORY: dict[Kind, tuple[int, str]] = {
+    "gated delta nets": (0, "linear_num_value_heads"),
+    "Kimi delta attention": (0, "linear_num_heads"),
+    "lightning attention": (0, "linear_num_heads"),
+    "Mamba-2": (0, "mamba_n_heads"),
+    "Mamba-1": (2, "mamba_channels"),
+}
+_ROW_INPUTS: dict[Kind, tuple[str, ...]] = {
+    "gated delta nets": ("delta_k", "delta_v", *["linear_num_value_heads"] * 2),
+    "Kimi delta attention": ("kda", "kda", "linear_num_heads", "kda"),
+    "lightning attention": ("q", "q", "linear_num_heads"),
+    "Mamba-2": ("mamba_inner", "mamba_b", "mamba_n_heads"),
+    "Mamba-1": ("mamba_channels", "mamba_channels", "mamba_d_state"),
 }
 
 
@@ -117,6 +136,10 @@ class StateShard:
         ratio, rows, offset = heads // groups, [], 0
         group_width = sum(width * (ratio if kind == HEAD else 1) for kind, width in blocks)
         for kind, width in blocks:
+            if kind == WHOLE:
+                rows.append((offset, offset + width))
+                offset += width
+                continue
             count = ratio if kind == HEAD else 1  # in each group
             first, last = self.own.heads if kind == HEAD else self.own.kv_heads
             if grouped:
@@ -130,6 +153,23 @@ class StateShard:
                 rows.append((offset + first * width, offset + last * width))
                 offset += groups * count * width
         return rows
+
+    def slot_ranges(self) -> dict[str, tuple[int, Rows]]:
+        """Return the sharded axis of each tensor of a state slot, and this rank's ranges of it.
+
+        The names are those of `StateSpec.slot_names`. The axes do not count the slots.
+        """
+        found: dict[str, tuple[int, Rows]] = {}
+        tensors = [each for _, each in self.mixer.present(self.config.values)]
+        convolutions = [each for each in tensors if each.key.startswith("conv_weight")]
+        if convolutions:
+            sizes = [size for each in convolutions for size in each.shape[each.axis]]
+            found["convolution"] = 0, self.rows(sizes)
+        if self.mixer.kind in _MEMORY:
+            axis, size = _MEMORY[self.mixer.kind]
+            found["memory"] = axis, self.rows((size,))
+            found["recent"] = 1, self.rows(_ROW_INPUTS[self.mixer.kind])
+        return found
 
     def _width(self, part: str) -> int:
         """Return the size of a part of a block. Raises InputError if it is not above 0."""

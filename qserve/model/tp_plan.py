@@ -18,6 +18,7 @@ from formats.in_memory.shards import (
     WIDTHS,
     HeadShard,
     Shard,
+    input_units,
     shard_extent,
     shard_features,
     shard_heads,
@@ -360,22 +361,75 @@ def check_ranks(
             " skip connections: layers read tensors of other stages",
             "use --tensor-parallel-size",
         )
-    if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models
+    for _ in _input_shards(config, size, placement):
+        pass  # raises the error
+
+
+def has_equal_shards(
+    config: ModelConfig, size: int, placement: ExpertPlacement | None = None
+) -> bool:
+    """Return True if the ranks have equally many inputs of each linear, and equally many experts.
+
+    Ranks with other shapes may run other kernels, whose results have other forms. Arguments: see
+    `check_ranks`, which must have passed.
+    """
+    shards = (*_input_shards(config, size, placement), *_sorted_input_shards(config, size))
+    return all(len(set(widths)) == 1 for widths in shards)
+
+
+def _input_shards(
+    config: ModelConfig, size: int, placement: ExpertPlacement | None
+) -> Iterator[Sequence[int]]:
+    """Yield the ranks' numbers of inputs, heads or experts, for all that is sharded by inputs.
+
+    Raises InputError if something cannot be sharded. Yields nothing for a model that transformers
+    runs: fallback/division.py checks it, and its linears return tensors.
+    """
+    if size == 1 or config.family.builder == BUILDER:
         return
-    _head_shards(config, size)
+    for heads in _head_shards(config, size).values():
+        yield [each.num_heads for each in heads]
     sizes = config.sizes
     for number in range(config.num_layers):
         if config.state_layers[number]:
-            StateShard.make(config, number, size)
+            yield StateShard.make(config, number, size).widths
         prefix = config.family.layer.format(i=number)
         experts = config.family.experts
         whole = () if placement is None else experts.down.expert(0).linears
         for linear in _linears_of_features(config.family, number, config.values):
             if linear not in whole:
-                _feature_shards(config, sizes, linear, prefix, size)
-        if placement is None and experts and experts.fused and experts.is_in(number, config.values):
+                yield _widths(_feature_shards(config, sizes, linear, prefix, size))
+        if placement is not None:
+            yield [len(each) for each in placement.of_layer(number)]
+        elif experts and experts.fused and experts.is_in(number, config.values):
             name = f"{prefix}.{experts.module}"
-            shard_features(name, sizes[experts.down.inputs], size, None)
+            yield _widths(shard_features(name, sizes[experts.down.inputs], size, None))
+
+
+def _sorted_input_shards(config: ModelConfig, size: int) -> Iterator[Sequence[int]]:
+    """Yield the ranks' numbers of inputs of linears that are sharded by heads or states.
+
+    If the file has sorted a linear's inputs (act-order), ranks have ranges of the sorted inputs.
+    """
+    family = config.family
+    if config.quant is None or family.builder == BUILDER:
+        return
+    mixer = family.state_mixer
+    for number in range(config.num_layers):
+        row = family.of_layer(number, config.values)
+        for projection in row.projections(row.blocks(config.values, number), num_experts=0):
+            by_states = mixer is not None and projection in mixer.projections
+            if projection.split == "inputs" and (by_states or projection.inputs in HEAD_SIZES):
+                (linear,) = projection.linears
+                scheme = _scheme(config, f"{family.layer.format(i=number)}.{linear.name}")
+                inputs = config.sizes[projection.inputs]
+                found = shard_extent(inputs, size, input_units(scheme))
+                if found is not None:  # else the file has not sorted them
+                    yield _widths(found)
+
+
+def _widths(shards: Sequence[Shard]) -> list[int]:
+    return [stop - start for start, stop in shards]
 
 
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
@@ -401,6 +455,21 @@ def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]
         return (0,) * config.num_layers
     kinds = (config.family.heads_kind(n, config.values) for n in range(config.num_layers))
     return tuple(shards[kind][rank].kv_heads[0] for kind in kinds)
+
+
+def state_ranges(
+    config: ModelConfig, size: int, rank: int
+) -> tuple[dict[str, tuple[int, Rows]], ...]:
+    """Return, for each layer, the sharded axis and a rank's ranges of each tensor of a state slot.
+
+    `size`: number of tensor-parallel ranks. A layer without states has {}.
+    """
+    return tuple(
+        StateShard.make(config, number, size, rank).slot_ranges()
+        if config.state_layers[number]
+        else {}
+        for number in range(config.num_layers)
+    )
 
 
 def _head_shards(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShard, ...]]:

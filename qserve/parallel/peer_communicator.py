@@ -91,15 +91,21 @@ class PeerCommunicator(TorchCommunicator):
 
 
 def over_peer_memory(
-    communicator: TorchCommunicator, hidden_size: int, device: torch.device, max_rows: int = 0
+    communicator: TorchCommunicator,
+    hidden_size: int,
+    device: torch.device,
+    max_rows: int = 0,
+    equal_shards: bool = False,
 ) -> TorchCommunicator:
     """Return a PeerCommunicator if all ranks have peer access, else `communicator`.
 
-    `max_rows`: most rows of a step. Logs the choice.
+    `max_rows`: most rows of a step. `equal_shards`: see PeerLayout. Logs the choice.
     """
     pair_rows = max_rows if max_rows >= MIN_ROWS else 0
     try:
-        layout = PeerLayout.of_model(communicator.size, hidden_size, pair_rows=pair_rows)
+        layout = PeerLayout.of_model(
+            communicator.size, hidden_size, pair_rows=pair_rows, equal_shards=equal_shards
+        )
         memory = _open(communicator, layout.num_bytes, device)
     except KernelError as error:
         if communicator.rank == 0:

@@ -13,6 +13,11 @@ import torch.distributed as dist
 Work = dist.Work
 
 
+def stage_layers(stage: int, num_stages: int, num_layers: int) -> range:
+    """Return the layers of a stage. Layers are divided evenly, later stages get one more."""
+    return range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """This rank's stage, and the process groups to its neighbours."""
@@ -28,17 +33,14 @@ class Pipeline:
         return self.stage == 0
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this stage. Layers are divided evenly, later stages get one more."""
-        ends = self._ends(num_layers)
-        return range(ends[self.stage], ends[self.stage + 1])
-
-    def _ends(self, num_layers: int) -> list[int]:
-        return [num_layers * stage // self.num_stages for stage in range(self.num_stages + 1)]
+        """Return the layers of this stage."""
+        return stage_layers(self.stage, self.num_stages, num_layers)
 
     def stage_of(self, layer: int, num_layers: int) -> int:
         """Return the stage of a layer. `layer` may be `num_layers`: then it is the last stage."""
-        ends = self._ends(num_layers)
-        return next((s for s in range(self.num_stages) if layer < ends[s + 1]), self.num_stages - 1)
+        stages = range(self.num_stages)
+        found = (s for s in stages if layer in stage_layers(s, self.num_stages, num_layers))
+        return next(found, self.num_stages - 1)
 
     def connect(self, device: torch.device) -> None:
         """Connect the stages by passing a number around once.

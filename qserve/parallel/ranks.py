@@ -33,6 +33,7 @@ FILE = "file://"
 
 # Two threads that abort or destroy process groups at the same time corrupt the heap.
 _ENDING = threading.Lock()
+_ABORTING = threading.Lock()  # held by the thread that aborts
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +77,31 @@ class Ranks:
         self.leave()
 
     def abort(self) -> None:
-        """Stop NCCL kernels that wait for a rank that has exited. Thread-safe."""
-        # A `leave` that waits for the rank that has exited is aborted all the same.
-        is_ours = _ENDING.acquire(timeout=CLOSE_SECONDS)
-        try:
-            if not dist.is_initialized() or dist.get_backend() != "nccl":
-                return  # gloo notices a closed connection itself
-            if self.communicator is not None:
-                self.communicator.abort()
+        """Stop NCCL kernels that wait for a rank that has exited. Thread-safe.
+
+        Does not wait: NCCL ends an abort only when the CUDA graphs that contain its operations have
+        been freed, which the caller may do next. `leave` waits for it.
+        """
+        if not dist.is_initialized() or dist.get_backend() != "nccl":
+            return  # gloo notices a closed connection itself
+        if self.communicator is not None:
+            self.communicator.abort()
+        threading.Thread(target=_abort_process_groups, daemon=True).start()
+
+
+def _abort_process_groups() -> None:
+    if not _ABORTING.acquire(blocking=False):
+        return  # another thread does it
+    # A `leave` that waits for the rank that has exited is aborted all the same.
+    is_ours = _ENDING.acquire(timeout=CLOSE_SECONDS)
+    try:
+        if dist.is_initialized():  # no other thread has ended them
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
-        finally:
-            if is_ours:
-                _ENDING.release()
+    finally:
+        if is_ours:
+            _ENDING.release()
+        _ABORTING.release()
 
 
 def _destroy_process_groups() -> None:
@@ -111,6 +124,7 @@ def join(
     all_reduce: str = "auto",
     hidden_size: int = 0,
     max_rows: int = 0,
+    equal_shards: bool = False,
     fixed_order: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
@@ -118,7 +132,8 @@ def join(
 
     `contexts`: number of sets of ranks that divide long prompts; if over 1, `stages` must be 1.
     `all_reduce`: "nccl" disables peer memory. `hidden_size`: columns of the tensors to all-reduce.
-    `max_rows`: most rows of them. `fixed_order`: the sum of a row must not depend on the number of
+    `max_rows`: most rows of them. `equal_shards`: all ranks' shards of a linear have the same
+    shape. `fixed_order`: the sum of a row must not depend on the number of
     rows. `check`: called by rank 0 while it waits for the others; raises an error if a rank has
     died.
 
@@ -146,7 +161,9 @@ def join(
         if device.type == "cuda" and all_reduce == "auto":
             from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
-            communicator = over_peer_memory(communicator, hidden_size, device, max_rows)
+            communicator = over_peer_memory(
+                communicator, hidden_size, device, max_rows, equal_shards
+            )
     context = None
     if contexts > 1:
         places = range(tensor_parallel_size)

@@ -23,6 +23,7 @@ class DraftModelDrafter:
 
     aux_layers: tuple[int, ...] = ()
     looks_ahead = reads_images = False
+    first_kv_heads = None
     extra_positions = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:

@@ -42,6 +42,9 @@ class DeviceDrafter(Protocol):
     # The drafter's attention layers, in order. They use the model's page numbers (one allocator,
     # the same block tables); layer i has its keys and values in DraftStep.caches[i].
     attentions: tuple[Attention, ...]
+    # This rank's first KV head of each of them, with which engines of different tensor parallelism
+    # exchange pages; None: not known, so that pages are not exchanged.
+    first_kv_heads: tuple[int, ...] | None
     # True if the drafter's keys at a position depend on the next token. Then the last page of a
     # cached prefix is recomputed, since the next token may differ.
     looks_ahead: bool

@@ -102,14 +102,20 @@ class Speculator:
 
     def bytes_per_page(self, kv_format: KvFormat) -> int:
         """Return the bytes of one page, for all of the drafter's layers."""
-        return sum(spec.bytes_per_page for spec in self._cache_specs(kv_format))
+        return sum(spec.bytes_per_page for spec in self.cache_specs(kv_format))
 
     def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
         """Allocate the drafter's pages. They have the same numbers as the model's pages."""
-        specs = self._cache_specs(kv_format)
+        specs = self.cache_specs(kv_format)
         self.state.caches[:] = make_caches(specs, num_pages, 0, self.device)
 
-    def _cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
+    @property
+    def first_kv_heads(self) -> tuple[int, ...] | None:
+        """This rank's first KV head in each of the drafter's layers; None: not known."""
+        return () if self.drafter is None else self.drafter.first_kv_heads
+
+    def cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
+        """Return the specs of the drafter's layers."""
         mixers = () if self.drafter is None else self.drafter.attentions
         # Only the model's checkpoint has static scales.
         kv_format = replace(kv_format, static_scales=False)

@@ -255,7 +255,9 @@ def test_full_disk_is_an_input_error_at_every_step(tmp_path, source, step, monke
 
     places = {"seal": "shutil.copyfile", "write_text": "pathlib.Path.write_bytes"}
     with (
-        pytest.raises(CheckpointError, match="out: cannot be written.*No space.*free space"),
+        pytest.raises(
+            CheckpointError, match="out: cannot be written.*No space.*free space on the disk"
+        ),
         CheckpointWriter(tmp_path / "out") as writer,
     ):
         writer.add("a", torch.ones(4))

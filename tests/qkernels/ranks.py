@@ -26,9 +26,10 @@ def results_of_ranks(
     device: torch.device,
     spin_limit: int = GIVE_UP_AFTER,
     absent: tuple[int, ...] = (),
+    equal_shards: bool = True,
 ) -> list[list[torch.Tensor]]:
     """Return the results of `work` on each rank, on the CPU; [] for absent ranks. Raises errors."""
-    layout = PeerLayout.of_model(ranks, CHANNELS, LIMITS, PAIR_ROWS)
+    layout = PeerLayout.of_model(ranks, CHANNELS, LIMITS, PAIR_ROWS, equal_shards)
     memories = virtual_ranks(ranks, layout.num_bytes, device)
     peers = [Peers(memory, layout, spin_limit) for memory in memories]
     if ON_GPU:

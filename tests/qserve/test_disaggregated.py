@@ -219,16 +219,18 @@ def test_disagreeing_settings_are_refused(settings, message):
 
 
 def test_unsendable_model_error_names_flag(tiny_model):
-    config = EngineConfig(model=str(tiny_model("lfm2")), prefill_engines=1, device="cpu")
+    config = EngineConfig(model=str(tiny_model("mamba")), prefill_engines=1, device="cpu")
     for each in DisaggregatedEngines._configs(config):
-        with pytest.raises(InputError, match="--prefill-engines: does not work with Lfm2ForC"):
+        with pytest.raises(InputError, match="--prefill-engines: does not work with MambaForC"):
             Engine(each)
 
 
 @pytest.mark.exhaustive
-def test_killed_engine_and_its_restart(docs_5m):
+@pytest.mark.parametrize("family", ["", "qwen3_next"])
+def test_killed_engine_and_its_restart(family, docs_5m, tiny_model):
     """Tokens are those of one engine, while the engine for prompts lives and after its death."""
     settings = {"num_gpu_blocks_override": 64, "device": "cpu", "max_num_batched_tokens": 64}
+    settings["model"] = str(tiny_model(family) if family else docs_5m)
     prompts = [list(range(5 + n, 150 + n)) for n in range(6)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
 
@@ -238,11 +240,9 @@ def test_killed_engine_and_its_restart(docs_5m):
         return list(last.outputs[0].token_ids), last.num_cached_tokens
 
     async def main():
-        async with AsyncLLM(str(docs_5m), **settings) as llm:
+        async with AsyncLLM(**settings) as llm:
             wanted = [(await tokens(llm, ids))[0] for ids in prompts]
-        async with AsyncLLM(
-            str(docs_5m), prefill_engines=1, prefill_engine_min_tokens=16, **settings
-        ) as llm:
+        async with AsyncLLM(prefill_engines=1, prefill_engine_min_tokens=16, **settings) as llm:
             found = await asyncio.gather(*(tokens(llm, ids) for ids in prompts[:3]))
             assert found == [(each, 144) for each in wanted[:3]]
             _, engines = await llm._ready()

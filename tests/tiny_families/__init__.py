@@ -53,5 +53,5 @@ TINY_FAMILIES = {
 ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS, *newer.ROWS)
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
-# four linears in one matrix, or refused
-WITHOUT_ADAPTERS = ("afmoe", "muse_glimmer", "deepseek_v4", *STATES)
+# families that adapters are refused for
+WITHOUT_ADAPTERS = ("deepseek_v4",)

@@ -149,6 +149,7 @@ class FamilyFields:
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]
     masks: tuple[str, ...] = ()  # tensors of a layer with masks or tables, which are computed here
     layer: str = "model.layers.{i}"
+    layer_in_transformers: str = ""  # where a layer is in transformers' model; empty: the same
     num_layers_key: str = "num_hidden_layers"
     draft_layers_key: str = ""  # number of MTP layers after the model's layers (next_token.py)
     unread_layers_key: str = ""  # number of further layers at the end, which are not read

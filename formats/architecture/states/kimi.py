@@ -24,6 +24,15 @@ _GATES = {
     "g_b": ("g_b_proj", (_INNER, _DIM)),
     "b": ("b_proj", (_HEADS, _C)),
 }
+
+
+def _gates(name: str, *keys: str) -> Projection:
+    """Return a projection of some of these linears, which share an input."""
+    inputs = _GATES[keys[0]][1][1][0]
+    members = tuple((f"self_attn.{_GATES[key][0]}", _GATES[key][1][0][0]) for key in keys)
+    return Projection(name=f"self_attn.{name}", members=members, inputs=inputs)
+
+
 KIMI_DELTA = StateMixer(
     kind="Kimi delta attention",
     module="self_attn",
@@ -31,6 +40,11 @@ KIMI_DELTA = StateMixer(
         name="self_attn.kda_qkv_proj",
         members=tuple((f"self_attn.{x}_proj", "kda") for x in "qkv"),
         inputs="hidden_size",
+    ),
+    gate_linears=(
+        _gates("kda_low_proj", "f_a", "g_a", "b"),
+        _gates("f_b_proj", "f_b"),
+        _gates("g_b_proj", "g_b"),
     ),
     out=Projection(
         name="self_attn.o_proj",

@@ -31,6 +31,7 @@ _DELTA = replace(
     gates=_reading(
         "kda_fb_proj", "f", "b", float_because="controls what each token writes and forgets"
     ),
+    gate_linears=(),
     out=replace(KIMI_DELTA.out, name=_O, members=((_O, "hidden_size"),)),
     others=tuple(
         replace(each, shape=(("linear_num_heads",),), axis=0) if each.key == "a_log" else each

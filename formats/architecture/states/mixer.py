@@ -48,6 +48,8 @@ class StateMixer:
     # Projections that compute dt, B and C from the convolution's output, each reading the output
     # of the last; they stay in float.
     selection: tuple[Projection, ...] = ()
+    # Further projections, which compute gates and are never quantized. `others` has their weights.
+    gate_linears: tuple[Projection, ...] = ()
     out: Projection
     others: tuple[StateTensor, ...]
     grouped: bool = False

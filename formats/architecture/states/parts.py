@@ -350,6 +350,7 @@ NEMOTRON_H = {
         ("mlp_layer_types", {"experts": _NEMOTRON_EXPERTS}),
     ),
     "layer": "backbone.layers.{i}",
+    "layer_in_transformers": "model.layers.{i}",
     "embedding": "backbone.embeddings.weight",
     "last_norm": "backbone.norm_f.weight",
 }

@@ -15,9 +15,10 @@ def check_peer(config: EngineConfig, runner: ModelRunner) -> None:
             "does not work with --pipeline-parallel-size",
             "use --tensor-parallel-size, or the connector folder",
         )
-    if runner.speculator is not None and (runner.looks_ahead or runner.speculator.caches):
+    if runner.speculator is not None and runner.speculator.first_kv_heads is None:
         raise InputError(
             subject,
-            "does not send the KV pages of draft models and draft heads",
-            "use the drafters ngram or suffix, or the connector folder",
+            "sends the KV pages of no drafter but mtp, because other drafters do not state which KV"
+            " heads a rank has",
+            "use the drafters mtp, ngram or suffix, or the connector folder",
         )

@@ -54,24 +54,13 @@ class _Rank:
 
     def load(self) -> tuple:
         """Join the other ranks and load this rank's shard. Returns the worker's facts."""
+        from qserve.engine.distributed.joining import join_ranks
         from qserve.engine.runner.worker import Worker
         from qserve.engine.sizes import read_model
-        from qserve.parallel.ranks import join
 
         config = self._config
         model = read_model(config)
-        ranks = join(
-            self._address,
-            self._rank,
-            tensor_parallel_size=config.tensor_parallel_size,
-            stages=config.pipeline_parallel_size,
-            contexts=config.prefill_context_parallel_size,
-            device=self._device,
-            all_reduce=config.all_reduce,
-            hidden_size=model.hidden_size,
-            max_rows=config.max_num_batched_tokens,
-            fixed_order=config.batch_invariant,
-        )
+        ranks = join_ranks(config, model, self._address, self._rank, self._device)
         self._ranks = ranks
         self._worker = Worker(config, model, self._max_model_len, self._device, ranks)
         gc.freeze()
@@ -96,7 +85,10 @@ class _Rank:
 
 
 OPENED = ("open_pages", "open_peer")
-SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
+SENT = (
+    *("send_pages", "expect_no_more_pages", "cancel_pages"),
+    *("send_states", "expect_no_more_states", "cancel_states"),
+)
 # Calls with a reply. The return values of other calls are not sent.
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
@@ -107,7 +99,7 @@ CALLS = (
 )
 BEGUN_TRANSFERS = (
     *("match_pages", "load_pages", "save_pages"),
-    *("deepest_states", "load_states", "save_states", "receive_pages"),
+    *("deepest_states", "load_states", "save_states", "receive_pages", "receive_states"),
 )
 # Calls for a thread: they return a future, and its result is the reply.
 BEGUN = ("read_adapter", "reside", *BEGUN_TRANSFERS)
@@ -203,9 +195,9 @@ def _one_line(error: Exception) -> str:
 
 def _import_all() -> None:
     """Import the modules of the calls, which takes seconds, while the leader imports its own."""
+    import qserve.engine.distributed.joining
     import qserve.engine.runner.worker
-    import qserve.engine.sizes
-    import qserve.parallel.ranks  # noqa: F401
+    import qserve.engine.sizes  # noqa: F401
 
 
 def _connect(address: str, rank: int) -> socket.socket:

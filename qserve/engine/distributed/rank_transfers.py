@@ -11,12 +11,18 @@ import numpy as np
 
 from qserve.engine.distributed.peer_limits import check_peer
 from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.runner.senders import Senders
 from qserve.kv_transfer.connector import make_connector
-from qserve.kv_transfer.peer.rank_pages import PeerRankPages
+from qserve.kv_transfer.peer.rank_pages import BufferSize, PeerRankPages
+from qserve.kv_transfer.peer.tensors import SlotCache, page_tensors, state_tensors
 from qserve.kv_transfer.rank_pages import RankPages
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import first_kv_heads
+from qserve.model.tp_plan import first_kv_heads, state_ranges
 from qserve.parallel.ranks import Ranks
+
+STEPS_IN_BUFFER = 4  # the default buffer holds the pages of so many of the largest steps
+# Slots of the default buffer of states. A state may have 100 MB, and is read soon after it is sent.
+STATES_IN_BUFFER = 16
 
 
 class RankTransfers:
@@ -28,6 +34,7 @@ class RankTransfers:
         self.pages: RankPages | None = None  # set by open_pages
         self.states: RankPages | None = None  # set by open_pages
         self.peer: PeerRankPages | None = None  # set by open_peer
+        self.peer_states: PeerRankPages | None = None  # set by open_peer
 
     def open_pages(self) -> tuple[int, int]:
         """Open this rank's connectors for KV pages and, if the model has states, snapshots.
@@ -69,8 +76,8 @@ class RankTransfers:
         """Save the states in these slots of the device."""
         return self.states.save(keys_NB, slots)
 
-    def open_peer(self, engine: str, digest: str, form: str) -> int:
-        """Open this rank's `peer` connector. Returns the maximum number of pages per transfer.
+    def open_peer(self, engine: str, digest: str, form: str) -> None:
+        """Open this rank's `peer` connectors for KV pages and, if the model has them, for states.
 
         `engine`: random name of this engine. `digest`, `form` (JSON): facts that page contents
         depend on; both engines must agree on them. Raises InputError.
@@ -78,23 +85,53 @@ class RankTransfers:
         config, runner = self._runner.config, self._runner
         size = config.tensor_parallel_size
         check_peer(config, runner)
+        rank = self._ranks.rank % size
+        facts = {
+            "engine": engine,
+            "rank": self._ranks.rank,
+            "num_ranks": self._ranks.size,
+            "model": config.model,
+            "digest": digest,
+            "form": json.loads(form),
+        }
+        share = 0.5 if runner.has_states else 1.0  # of the setting buffer_gb
+        # a request's first page may have been begun before
+        step_pages = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
+        specs, heads = list(runner.cache_specs), list(first_kv_heads(self._model, size, rank))
+        if runner.speculator is not None:
+            specs += runner.speculator.cache_specs(runner.kv_format)
+            heads += runner.speculator.first_kv_heads
         self.peer = PeerRankPages(
             config.kv_transfer,
-            runner.cache_specs,
-            lambda: runner.caches,
+            page_tensors(specs, runner.layer_caches.with_pages, heads),
+            lambda: runner.layer_caches.with_pages,
             runner.device,
-            engine=engine,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.size,
-            first_kv_heads=first_kv_heads(self._model, size, self._ranks.rank % size),
-            model=config.model,
-            digest=digest,
-            form=json.loads(form),
-            # a request's first page may have been begun before
-            step_pages=config.max_num_batched_tokens // config.block_size + config.max_num_seqs,
+            size=BufferSize(usual=STEPS_IN_BUFFER * step_pages, least=step_pages, share=share),
+            **facts,
         )
-        runner.page_sender = self.peer.sender
-        return self.peer.num_slots
+        runner.senders.pages = self.peer.sender
+        if not runner.has_states:
+            return
+        layers = [SlotCache.of(each) for each in runner.caches]
+        others = self._slot_caches()[len(layers) :]
+        self.peer_states = PeerRankPages(
+            config.kv_transfer,
+            state_tensors(
+                runner.cache_specs, layers, state_ranges(self._model, size, rank), others
+            ),
+            self._slot_caches,
+            runner.device,
+            size=BufferSize(
+                usual=STATES_IN_BUFFER, least=1, share=1 - share, what="a state and the pages"
+            ),
+            of_states=True,
+            **facts,
+        )
+        runner.senders.states = self.peer_states.sender
+
+    def _slot_caches(self) -> list[SlotCache]:
+        """Return the states of all layers, and the counts of tokens that they include."""
+        return [SlotCache.of(each) for each in self._runner.layer_caches.with_states]
 
     def send_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
         """Send other engines the pages that the next launched step completes."""
@@ -114,8 +151,28 @@ class RankTransfers:
         """Make the `receive_pages` call `number` end soon."""
         self.peer.cancel(number)
 
+    def send_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> None:
+        """Send other engines the states in these slots, as they are when the next step begins."""
+        self.peer_states.send(keys_NB, slots)
+
+    def receive_states(
+        self, number: int, keys_NB: np.ndarray, slots: Sequence[int], waits: bool
+    ) -> Future:
+        """Fill state slots of the device with states from other engines."""
+        return self.peer_states.receive(number, keys_NB, slots, waits)
+
+    def expect_no_more_states(self, number: int) -> None:
+        """Stop the `receive_states` call `number` from waiting for states not yet announced."""
+        self.peer_states.expect_no_more(number)
+
+    def cancel_states(self, number: int) -> None:
+        """Make the `receive_states` call `number` end soon."""
+        self.peer_states.cancel(number)
+
     def close_peer(self) -> None:
-        """Close the `peer` connector if it is open."""
-        if self.peer is not None:
-            self.peer.close()
-            self.peer = self._runner.page_sender = None
+        """Close the `peer` connectors if they are open."""
+        for each in (self.peer, self.peer_states):
+            if each is not None:
+                each.close()
+        self.peer = self.peer_states = None
+        self._runner.senders = Senders()

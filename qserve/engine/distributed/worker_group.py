@@ -19,6 +19,7 @@ from formats.errors import InputError
 from qkernels.collective.channels import PeerLostError
 from qserve.config import EngineConfig
 from qserve.engine.distributed.executors import ProcessExecutor, WaitingRanks
+from qserve.engine.distributed.joining import join_ranks
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
@@ -31,6 +32,7 @@ from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.worker import Worker
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
+from qserve.engine.uninterrupted import uninterrupted
 from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
 from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
@@ -38,7 +40,7 @@ from qserve.model.cache_spec import WarmUpShape
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.checksum import checksum
 from qserve.parallel.expert_exchange import ExpertExchange, join_experts, leave
-from qserve.parallel.ranks import ALONE, join
+from qserve.parallel.ranks import ALONE
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +130,8 @@ class WorkerGroup:
             self._rank_group.replies()
             self._rank_group.send("load")
             with self._in_step():
-                ranks = join(
-                    executor.address,
-                    0,
-                    tensor_parallel_size=config.tensor_parallel_size,
-                    stages=config.pipeline_parallel_size,
-                    contexts=config.prefill_context_parallel_size,
-                    device=device,
-                    all_reduce=config.all_reduce,
-                    hidden_size=model.hidden_size,
-                    max_rows=config.max_num_batched_tokens,
-                    fixed_order=config.batch_invariant,
-                    check=self._rank_group.check,
-                )
+                check = self._rank_group.check
+                ranks = join_ranks(config, model, executor.address, 0, device, check)
         self._rank_group.at_leave(ranks.leave)
         self._rank_group.at_end(ranks.close)
         self._rank_group.watch(abort=ranks.abort)
@@ -271,8 +262,10 @@ class WorkerGroup:
         states = SharedPages(self._ours.transfers.states, self._rank_group, state_bytes, "states")
         return pages, states
 
-    def open_peer(self, digest: str, form: str) -> SharedPeerPages:
-        """Open the `peer` connector of each rank. Raises InputError.
+    def open_peer(self, digest: str, form: str) -> tuple[SharedPeerPages, SharedPeerPages | None]:
+        """Open each rank's `peer` connector for KV pages and, if the model has them, for states.
+
+        Raises InputError.
 
         `digest`, `form` (JSON): facts that the contents of KV pages depend on; they do not include
         the number of ranks.
@@ -282,7 +275,10 @@ class WorkerGroup:
             self._ours.transfers.open_peer(engine, digest, form)
         if self._rank_group is not None:
             self._rank_group.replies()
-        return SharedPeerPages(self._ours.transfers.peer, self._rank_group)
+        pages = SharedPeerPages(self._ours.transfers.peer, self._rank_group)
+        if self._ours.transfers.peer_states is None:
+            return pages, None
+        return pages, SharedPeerPages(self._ours.transfers.peer_states, self._rank_group, "states")
 
     def free_unused(self) -> None:
         """Free unused device memory after an out-of-memory error."""
@@ -362,8 +358,8 @@ class WorkerGroup:
         if self._rank_group is None:
             yield
             return
-        self._rank_group.send(name, *values)
-        with self._in_step():
+        with uninterrupted(), self._in_step():
+            self._rank_group.send(name, *values)
             yield
 
     @contextlib.contextmanager
@@ -387,7 +383,7 @@ class WorkerGroup:
                 raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
             rank_group.explain(error)
             raise
-        except BaseException:  # Ctrl-C: the other ranks are in the step and wait for this one
+        except BaseException:  # a second Ctrl-C: the other ranks wait for this one in the step
             rank_group.forbid_steps(
                 "it was interrupted in a step; close the model and load it again"
             )

@@ -117,6 +117,9 @@ class StateSnapshots:
         self._notes: list[_Note] = []  # from the step that was planned last
         self._verify_notes: list[_VerifyNote] = []  # from the same step
         self._unkeyed: list[_UnkeyedCopy] = []  # from the step before it
+        self._reserved: set[int] = set()  # slots that are filled from outside
+        # copies that were filled from outside for a request, which may still wait
+        self._awaited: dict[bytes, Request] = {}
         # copies to make before the next step
         self._saves: dict[int, int] = {}  # slot of a snapshot -> slot of a request
         self._restores: dict[int, int] = {}  # slot of a request -> slot of a snapshot
@@ -136,6 +139,41 @@ class StateSnapshots:
         """Return (key, slot) of the copies that are on the device, made by launched steps."""
         found = [(key, self._slots[key]) for key in keys if key in self._slots]
         return [(key, slot) for key, slot in found if slot not in self._saves]
+
+    def reserve(self) -> int | None:
+        """Take a slot that is filled from outside, independently of steps.
+
+        Evicts the least recently used copy if needed; it is not stored on the host. The caller must
+        pass the slot to `fill` or to `give_up`. Returns None if no slot can be taken.
+        """
+        if len(self._reserved) >= max(1, self.num_slots // 2):
+            return None
+        # A planned restore reads its slot only when the next step is launched.
+        read = set(self._restores.values())
+        slot = next((each for each in reversed(self._free) if each not in read), None)
+        if slot is None:
+            key = self._oldest(read)
+            if key is None:
+                return None
+            slot = self._slots[key]
+            self._drop(key)
+        self._free.remove(slot)
+        self._reserved.add(slot)
+        return slot
+
+    def fill(self, key: bytes, slot: int, request: Request) -> None:
+        """Insert the copy in a reserved slot. It is not evicted while `request` waits."""
+        self._reserved.remove(slot)
+        self._awaited[key] = request
+        if key in self._slots:  # the same copy was made in the meantime
+            self._free.append(slot)
+        else:
+            self._slots[key] = slot
+
+    def give_up(self, slot: int) -> None:
+        """Free a reserved slot."""
+        self._reserved.remove(slot)
+        self._free.append(slot)
 
     def begin_(self, request: Request, num_found: int) -> None:
         """Restore the state of an admitted request if it reuses pages, and plan its copies.
@@ -264,18 +302,33 @@ class StateSnapshots:
     def _take_slot(self) -> int | None:
         """Take a free slot, or evict the least recently used copy and take its slot.
 
-        Returns None if copies without keys occupy all slots.
+        Returns None if copies that must not be evicted occupy all slots.
         """
         if self._free:
             return self._free.pop()
-        if not self._slots:
+        key = self._oldest()
+        if key is None:
             return None
-        key, snapshot = self._slots.popitem(last=False)
+        snapshot = self._slots.pop(key)
         # If the copy is not made yet, its state is still in the slot that it would be copied from.
         source = self._saves.pop(snapshot, snapshot)
         if self.host is not None:
             self.host.store(key, source)
         return snapshot
+
+    def _oldest(self, excluded: Collection[int] = ()) -> bytes | None:
+        """Return the key of the least recently used copy that may be evicted.
+
+        `excluded`: slots of copies that may not.
+        """
+        if self._awaited:
+            for key, request in list(self._awaited.items()):
+                if request.status is not Status.WAITING or key not in self._slots:
+                    del self._awaited[key]
+        for key, slot in self._slots.items():
+            if slot not in excluded and key not in self._awaited:
+                return key
+        return None
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove the copies with these keys."""
@@ -343,8 +396,8 @@ class StateSnapshots:
         )
 
     def check_integrity(self) -> None:
-        """Assert that each slot is free or has one copy."""
+        """Assert that each slot is free, is reserved or has one copy."""
         unkeyed = [copy.snapshot for copy in self._unkeyed]
-        slots = sorted([*self._slots.values(), *unkeyed, *self._free])
+        slots = sorted([*self._slots.values(), *unkeyed, *self._reserved, *self._free])
         if slots != list(range(self.first_slot, self.first_slot + self.num_slots)):
             raise AssertionError(f"snapshot slots lost or shared: {self._slots}, {self._free}")

@@ -80,7 +80,7 @@ class LayerCaches:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of all pages and states, including the drafter's."""
-        caches = [*self._with_states, *self._drafter]
+        caches = [*self.with_states, *self._drafter]
         return [each for cache in caches for each in (*cache.page_tensors, *cache.slot_tensors)]
 
     def offload(self, num_slots: int, num_states: int = 0) -> None:
@@ -88,15 +88,19 @@ class LayerCaches:
 
         The device's pages must already be allocated.
         """
-        self.page_copies = PageCopies([*self.layers, *self._drafter], num_slots, self._device)
+        self.page_copies = PageCopies(self.with_pages, num_slots, self._device)
         if num_states:
-            caches = self._with_states
+            caches = self.with_states
             self.state_copies = PageCopies(caches, num_states, self._device, of_states=True)
+
+    def advance_(self, batch: Batch) -> Batch:
+        """Count the rows of a forward pass as included in the states, if they are counted."""
+        return batch if self.covered is None else self.covered.advance_(batch)
 
     def move(self, step: StepInput) -> None:
         """Start the copies of pages and states that a step needs first."""
         if step.state_moves is not None:
-            copy_states(self._with_states, step.state_moves, self._device, self.state_copies)
+            copy_states(self.with_states, step.state_moves, self._device, self.state_copies)
         moves = step.page_moves
         if moves is None:
             return
@@ -111,6 +115,16 @@ class LayerCaches:
         return [] if self._speculator is None else self._speculator.caches
 
     @property
-    def _with_states(self) -> list[Cache]:
+    def num_of_drafter(self) -> int:
+        """Number of the drafter's layers."""
+        return len(self._drafter)
+
+    @property
+    def with_pages(self) -> list[Cache]:
+        """The decoder's caches, and then the drafter's."""
+        return [*self.layers, *self._drafter]
+
+    @property
+    def with_states(self) -> list[Cache]:
         """The decoder's caches, and the counts of tokens that their states include."""
         return self.layers if self.covered is None else [*self.layers, self.covered]

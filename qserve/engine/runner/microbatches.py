@@ -1,7 +1,8 @@
 """Microbatches of a step, so that pipeline stages compute different microbatches at the same time.
 
 Microbatches keep the order of the step's tokens: the keys that a later microbatch attends to are
-written before it runs. T: tokens of the step. R: requests (chunks).
+written before it runs, and the states that it continues are updated. T: tokens of the step. R:
+requests (chunks).
 """
 
 from dataclasses import dataclass, replace
@@ -54,14 +55,19 @@ class Microbatch:
         )
 
 
-def microbatches(step: StepInput, pipeline: Pipeline) -> list[Microbatch]:
-    """Divide a step into microbatches. Returns an empty list if the step is too short."""
+def microbatches(step: StepInput, pipeline: Pipeline, max_whole_rows: int = 0) -> list[Microbatch]:
+    """Divide a step into microbatches. Returns an empty list if the step is too short.
+
+    `max_whole_rows`: chunks of up to so many rows are not divided.
+    """
     count = min(step.num_tokens // MIN_TOKENS, PER_STAGE * pipeline.num_stages)
     if count < 2:
         return []
     ends = [step.num_tokens * part // count for part in range(count + 1)]
     if step.media is not None and step.media.keys_ahead_T is not None:
         ends = _outside_images(ends, step.media.keys_ahead_T)
+    if max_whole_rows > 1:
+        ends = _outside_chunks(ends, step.query_starts_R1, max_whole_rows)
     return [microbatch_of(step, a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
 
@@ -71,6 +77,22 @@ def _outside_images(ends: list[int], keys_ahead_T: np.ndarray) -> list[int]:
     for end in ends[1:]:
         while end > found[-1] and keys_ahead_T[end - 1]:
             end -= 1
+        if end > found[-1]:
+            found.append(end)
+    return found
+
+
+def _outside_chunks(ends: list[int], starts_R1: np.ndarray, max_rows: int) -> list[int]:
+    """Move ends that lie within a chunk of up to `max_rows` rows to the chunk's start.
+
+    Such a chunk may be a verification, whose rows are not applied to the states. Only all its rows
+    together are recognized as one.
+    """
+    found = [0]
+    for end in ends[1:]:
+        r = int(np.searchsorted(starts_R1, end, "right")) - 1
+        if r < len(starts_R1) - 1 and starts_R1[r + 1] - starts_R1[r] <= max_rows:
+            end = int(starts_R1[r])
         if end > found[-1]:
             found.append(end)
     return found

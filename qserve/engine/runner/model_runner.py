@@ -5,9 +5,7 @@ tokens that the host does not know yet are read on the device, from the samples 
 step.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -23,6 +21,7 @@ from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.pooling import launch_pooling
 from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, launch_prompt_logprobs
 from qserve.engine.runner.sampler import Sampler
+from qserve.engine.runner.senders import Senders
 from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_handle import LaunchedForward, StepHandle
 from qserve.engine.runner.warm_up import warm_up_shapes
@@ -32,7 +31,6 @@ from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
-from qserve.kv_transfer.peer.sender import PageSender
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape
 from qserve.model.decoder import Decoder
@@ -81,7 +79,7 @@ class ModelRunner:
         self._under_way: LaunchedForward | None = None
         self.sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
-        self.page_sender: PageSender | None = None  # sends pages to other engines; set later
+        self.senders = Senders()  # of pages and states to other engines; set later
         self.adapters: SlotMemory | None = None  # set by the worker
         self.encoder: Encoder | None = None  # encodes media; set by the worker
         # Layers whose hidden states the drafter reads. Only the first stage has a drafter.
@@ -271,8 +269,8 @@ class ModelRunner:
         if key is None:
             self.launch_forward(step)
             return self.launch_sampling(step)
-        with self._sending_pages():
-            self.layer_caches.move(step)
+        with self.senders.around_forward(self.layer_caches.num_of_drafter):
+            self._move(step)
             tokens = self.graphs.replay_whole(key, step, self.sampler.last_samples)
         self.sampler.last_samples = self.graphs.whole.samples_R
         return StepHandle(tokens=tokens)
@@ -285,26 +283,16 @@ class ModelRunner:
         """
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
-        with self._sending_pages():
+        with self.senders.around_forward(self.layer_caches.num_of_drafter):
             self._launch_forward(step)
 
-    @contextlib.contextmanager
-    def _sending_pages(self) -> Iterator[None]:
-        """Context for a step whose pages may be sent to other engines."""
-        sender = self.page_sender
-        if sender is None:
-            yield
-            return
-        sender.wait_for_last()
-        try:
-            yield
-            sender.send_rest()
-        except BaseException:
-            sender.forget_failed()
-            raise
+    def _move(self, step: StepInput) -> None:
+        """Start the copies of pages and states that a step needs first, and send states."""
+        self.layer_caches.move(step)
+        self.senders.send_states()
 
     def _launch_forward(self, step: StepInput) -> None:
-        self.layer_caches.move(step)
+        self._move(step)
         prompts = pools = None
         key = self.graph_key_for(step)
         if key is not None:
@@ -367,7 +355,10 @@ class ModelRunner:
     def launch_sampling(self, step: StepInput) -> StepHandle:
         """Start sampling for the step of `launch_forward`. `step` may now have its masks."""
         forward, self._under_way = self._under_way, None
-        return StepHandle() if forward is None else self.sampler.launch(step, forward)
+        if forward is None:
+            return StepHandle()
+        with self.senders.around_sampling():
+            return self.sampler.launch(step, forward)
 
     @property
     def _draws(self) -> bool:
@@ -379,16 +370,18 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run Decoder.forward_with_aux, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
-        if self.layer_caches.covered is not None:
-            batch = self.layer_caches.covered.advance_(batch)
         batch = batch.with_rope_positions()
         if pipeline is None:
+            batch = self.layer_caches.advance_(batch)
             self._adapt(batch)
             return self.decoder.forward_with_aux(
                 batch.token_ids_T, batch, self.caches, self.aux_layers
             )
-        parts = [] if step is None else microbatches(step, pipeline)
+        # rows that a verification may have; without states it may be divided
+        whole = 0 if self.layer_caches.covered is None else self.most_rows
+        parts = [] if step is None else microbatches(step, pipeline, whole)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
+        batches = [self.layer_caches.advance_(each) for each in batches]
         token_ids = [each.token_ids_T for each in batches]
         return self.decoder.forward_parts(
             token_ids, batches, self.caches, self.aux_layers, self._adapt
@@ -427,8 +420,9 @@ class ModelRunner:
             step, exchange = divided.step, divided.exchange(context, self.device)
         batch = self.batch_of(step)
         on_written = None
-        if self.page_sender is not None and self.page_sender.is_sending:
-            on_written = self.page_sender.send_layer
+        sender = self.senders.pages
+        if sender is not None and sender.is_sending:
+            on_written = sender.send_layer
         if exchange is None and on_written is None:
             return step, batch
         return step, replace(batch, exchange=exchange, on_written=on_written)

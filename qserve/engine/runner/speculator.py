@@ -12,7 +12,7 @@ from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy
-from qserve.model.cache_spec import Cache, KvFormat
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
 from qserve.parallel.pipeline import Pipeline
 
 
@@ -69,6 +69,13 @@ class Speculator(Protocol):
     @property
     def caches(self) -> list[Cache]:
         """Caches of the drafter's layers."""
+
+    @property
+    def first_kv_heads(self) -> Sequence[int] | None:
+        """This rank's first KV head in each of the drafter's layers; None: not known."""
+
+    def cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
+        """Specs of the drafter's layers."""
 
     def bytes_per_page(self, kv_format: KvFormat) -> int:
         """Bytes of one page of the drafter's layers."""

@@ -6,7 +6,7 @@ Attention computes both parts separately (DecodeRows). R: requests.
 import numpy as np
 import torch
 
-from qkernels.attention.cache import DecodeRows
+from qkernels.attention.cache import DecodeRows, RequestArrays
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 
@@ -26,11 +26,15 @@ def decode_rows(step: StepInput, device: torch.device, decode_query_len: int) ->
     count = num_decodes(step, decode_query_len)
     if count in (0, step.num_requests):
         return None
-    starts_R1 = step.query_starts_R1[count:]
+    arrays = (
+        step.block_tables_RX[count:].copy(),  # copies have aligned addresses
+        step.query_starts_R1[count:] - step.query_starts_R1[count],
+        step.context_lengths_R[count:].copy(),
+    )
     return DecodeRows(
         num_requests=count,
-        num_rows=int(starts_R1[0]),
+        num_rows=int(step.query_starts_R1[count]),
         max_query_len=int(np.diff(step.query_starts_R1[: count + 1]).max()),
         max_context_len=int(step.context_lengths_R[:count].max()),
-        chunk_starts_R1=to_device(starts_R1 - starts_R1[0], device),
+        chunks=RequestArrays(*(to_device(each, device) for each in arrays)),
     )

@@ -19,10 +19,12 @@ from qserve.kv_transfer.nixl.agent import Agent
 from qserve.kv_transfer.nixl.page_server import ConnectionRefused, PageConnection
 from qserve.kv_transfer.nixl.remote import RemotePages, RemoteTable, Staging
 from qserve.kv_transfer.nixl.settings import Address, NixlSettings
+from qserve.kv_transfer.peer.layout import BufferFacts
 from qserve.kv_transfer.peer.memory import TransferError
 from qserve.kv_transfer.peer.slot_table import SlotTable
 
 SUFFIX = ".nixl"
+STATES_SUFFIX = ".nixl-states"  # for the address of a buffer of states
 PASS_SECONDS = 0.5  # interval of searches for engines
 RETRY_SECONDS = 10.0  # time before an address that did not answer is tried again
 NOW_SECONDS = 1.0  # longest wait of a request for a search
@@ -39,8 +41,14 @@ class AddressFinder:
         engine: str,
         agent: Agent,
         staging: Callable[[], Staging],
+        *,
+        of_states: bool = False,
     ) -> None:
-        """`engine`: name of this engine. `staging`: creates the staging memory on first use."""
+        """`engine`: name of this engine. `staging`: creates the staging memory on first use.
+
+        `of_states`: find buffers of states, not of KV pages.
+        """
+        self._of_states = of_states
         self._settings, self._engine, self._agent, self._staging = settings, engine, agent, staging
         self._connections: dict[Address, PageConnection] = {}
         self._not_before: dict[Address, float] = {}  # address -> time of the next attempt
@@ -66,6 +74,8 @@ class AddressFinder:
         with self._changed:
             for connection in self._connections.values():
                 facts = connection.announcement.facts
+                if facts.of_states != self._of_states:
+                    continue  # an address of the settings is that of an engine's pages
                 if facts.engine not in known and connection.is_alive:
                     engines.setdefault(facts.engine, []).append(connection)
         found = {}
@@ -136,15 +146,19 @@ class AddressFinder:
             if connection is None or address not in self._settings.peers:
                 continue
             facts = connection.announcement.facts
-            for rank in range(1, facts.num_ranks if facts.rank == 0 else 1):
-                other = address[0], address[1] + rank
+            if facts.rank or facts.of_states:
+                continue
+            first = facts.num_ranks if self._of_states else 0
+            for rank in range(facts.num_ranks):
+                other = address[0], address[1] + first + rank
                 if other not in waiting:
                     waiting.append(other)
 
     def _files(self) -> dict[Address, Path]:
         """Return the addresses in the folder, except those of this engine."""
         found = {}
-        for path in self._settings.common.path.glob(f"*{SUFFIX}"):
+        suffix = STATES_SUFFIX if self._of_states else SUFFIX
+        for path in self._settings.common.path.glob(f"*{suffix}"):
             if path.name.partition(".")[0] == self._engine:
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -178,12 +192,13 @@ class AddressFinder:
         return connection
 
 
-def write_address(folder: Path, engine: str, rank: int, address: Address) -> Path:
+def write_address(folder: Path, facts: BufferFacts, address: Address) -> Path:
     """Write a rank's address to a file, by which other engines find the rank. Raises OSError."""
     host, port = address
-    path = folder / f"{engine}.{rank}{SUFFIX}"
+    suffix = STATES_SUFFIX if facts.of_states else SUFFIX
+    path = folder / f"{facts.engine}.{facts.rank}{suffix}"
     text = json.dumps({"host": host, "port": port, "node": socket.gethostname()})
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)
     return path

@@ -1,4 +1,7 @@
-"""NixlLink: engines find each other by addresses and read each other's buffers through NIXL."""
+"""NixlLink: engines find each other by addresses and read each other's buffers through NIXL.
+
+An engine of a model with states has a second link for states. Its ports follow those for pages.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -23,9 +26,15 @@ from qserve.kv_transfer.peer.slot_table import SlotTable, table_bytes
 class NixlLink:
     """One rank's link: its NIXL agent, announced buffer, and search for other engines."""
 
-    def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
-        """`extra`: kv_connector_extra_config. Raises InputError."""
+    def __init__(
+        self, extra: Mapping[str, Any], device: torch.device, *, of_states: bool = False
+    ) -> None:
+        """`extra`: kv_connector_extra_config. `of_states`: buffers have states, not KV pages.
+
+        Raises InputError.
+        """
         self._settings, self._device = NixlSettings.parse(extra), device
+        self._of_states = of_states
         self.settings = self._settings.common
         self.settings.make_folder()
         self._agent: Agent | None = None
@@ -59,7 +68,7 @@ class NixlLink:
                 self._staging = Staging(agent, ours, self._device)
             return self._staging
 
-        return AddressFinder(self._settings, ours.engine, agent, staging)
+        return AddressFinder(self._settings, ours.engine, agent, staging, of_states=self._of_states)
 
     def close(self) -> None:
         """Shut the agent down. Nothing may use it afterwards."""
@@ -72,7 +81,8 @@ class NixlLink:
 
     def _agent_of(self, ours: BufferFacts) -> Agent:
         if self._agent is None:
-            self._agent = NixlAgent(f"{ours.engine}.{ours.rank}", self._settings.backend)
+            kind = ".states" if self._of_states else ""
+            self._agent = NixlAgent(f"{ours.engine}.{ours.rank}{kind}", self._settings.backend)
         return self._agent
 
 
@@ -89,7 +99,8 @@ class AnnouncedTable(SlotTable):
         super().__init__(facts, memoryview(self._buffer.bytes_X.numpy()))
         self._server: PageServer | None = None
         self._path: Path | None = None
-        port = settings.port + facts.rank if settings.port else 0
+        first = facts.num_ranks if facts.of_states else 0
+        port = settings.port + first + facts.rank if settings.port else 0
         try:
             self._server = PageServer(
                 (settings.host, port),
@@ -101,9 +112,7 @@ class AnnouncedTable(SlotTable):
                 ),
                 settings.secret,
             )
-            self._path = write_address(
-                settings.common.path, facts.engine, facts.rank, self._server.address
-            )
+            self._path = write_address(settings.common.path, facts, self._server.address)
         except OSError as error:
             self.close()
             raise InputError(

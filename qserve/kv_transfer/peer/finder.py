@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, PeerMemory, SlotMemory
-from qserve.kv_transfer.peer.slot_index import SUFFIX, IndexFileError, SlotIndex
+from qserve.kv_transfer.peer.memory import PeerMemory, SlotMemory, bytes_path
+from qserve.kv_transfer.peer.slot_index import IndexFileError, SlotIndex
 from qserve.kv_transfer.peer.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,15 @@ class Finder(Protocol):
 class FolderFinder:
     """Finds indexes and buffers of engines on this host, by their files in a folder."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._folder, self._device = folder, device
+    def __init__(self, folder: Path, suffix: str, device: torch.device) -> None:
+        """`suffix`: of the index files."""
+        self._folder, self._suffix, self._device = folder, suffix, device
         self._refused: set[str] = set()  # names of invalid files
 
     def find(self, known: Collection[str], *, now: bool) -> dict[str, list[SlotIndex]]:
         """Open the indexes in the folder. `now` makes no difference."""
         found: dict[str, list[SlotIndex]] = {}
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        for path in sorted(self._folder.glob(f"*{self._suffix}")):
             engine = path.name.partition(".")[0]
             if engine in known:
                 continue
@@ -74,9 +75,9 @@ class FolderFinder:
         """Do nothing."""
 
 
-def remove_dead(folder: Path) -> None:
+def remove_dead(folder: Path, suffix: str) -> None:
     """Remove the files of engines that were killed. On a CPU these files occupy memory."""
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in folder.glob(f"*{suffix}"):
         try:
             index = SlotIndex.open(path)
         except (OSError, ValueError, IndexFileError):
@@ -89,5 +90,5 @@ def remove_dead(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove the files of an engine that was killed."""
-    for each in (path, path.with_suffix(BYTES_SUFFIX)):
+    for each in (path, bytes_path(path)):
         each.unlink(missing_ok=True)

@@ -1,11 +1,12 @@
 """Layout of a rank's transfer buffer, and which heads another rank reads from it.
 
-A buffer has S slots of one page each. It is stored tensor by tensor: S times the first tensor of a
-page, then S times the second, and so on. So consecutive slots take one copy per tensor. The tensors
-are those of `Cache.page_tensors`, in the order of layers.
+A buffer has S slots of one page, or of one state, each. It is stored tensor by tensor: S times the
+first tensor of a page, then S times the second, and so on. So consecutive slots take one copy per
+tensor. The tensors are those of `Cache.page_tensors` or `Cache.slot_tensors`, in the order of
+layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,18 +16,21 @@ from formats.errors import InputError
 from qserve.kv_transfer.config import FLAG
 
 ALIGNMENT = 256  # bytes; of each tensor's section of the buffer
-VERSION = 1
+VERSION = 2
 
 
 class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's shard of a tensor of a layer's page."""
+    """One rank's shard of a tensor of a layer's page or state."""
 
     layer: int
     shape: list[int]  # without the page dimension
     dtype: str
     item_bytes: int
-    axis: int | None  # axis of `shape` along which heads are sharded; None: replicated
-    first: int  # this rank's first head
+    # Axis of `shape` along which heads or channels are sharded; None: all ranks have equal contents
+    axis: int | None
+    # The ranges (first, stop) of heads or channels that this rank has, in the order in which it has
+    # them along the axis. They count the heads of all ranks together. Empty if `axis` is None.
+    ranges: list[tuple[int, int]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -36,11 +40,15 @@ class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
         return size
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """This rank's range of heads, (first, stop); (0, 1) if the tensor is replicated."""
-        if self.axis is None:
-            return 0, 1
-        return self.first, self.first + self.shape[self.axis]
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """For each range: its first head, its stop, and the index of its first head in the tensor.
+
+        A replicated tensor has one range with one head.
+        """
+        index = 0
+        for first, stop in self.ranges if self.axis is not None else [(0, 1)]:
+            yield first, stop, index
+            index += stop - first
 
     @property
     def whole_shape(self) -> list[int]:
@@ -53,9 +61,13 @@ class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one rank's buffer. Other engines read it as JSON."""
+    """Description of one rank's buffer. Other engines read it as JSON.
+
+    A buffer of states has states instead of pages.
+    """
 
     version: int = VERSION
+    of_states: bool = False
     engine: str  # random name, the same on all ranks of an engine
     rank: int
     num_ranks: int
@@ -132,26 +144,33 @@ def sources(own: Sequence[PageTensor], peers: Sequence[Sequence[PageTensor]]) ->
     """
     found = []
     for number, tensor in enumerate(own):
-        first, last = tensor.heads
         parts: list[Source] = []
-        while first < last:
-            part = _source_of(tensor, number, first, peers)
-            if part is None:
-                raise InputError(
-                    f"{FLAG} peer",
-                    f"layer {tensor.layer}: no rank of the other engine holds KV head {first}",
-                    "use tensor parallel sizes that divide the KV heads on both sides",
-                )
-            parts.append(part)
-            first += part.count
+        for first, stop, target in tensor.places:
+            while first < stop:
+                part = _source_of(tensor, number, (first, stop), target, peers)
+                if part is None:
+                    raise InputError(
+                        f"{FLAG} peer",
+                        f"layer {tensor.layer}: no rank of the other engine holds head {first}",
+                        "use tensor parallel sizes that divide the heads on both sides",
+                    )
+                parts.append(part)
+                first, target = first + part.count, target + part.count
         found.append(parts)
     return found
 
 
 def _source_of(
-    tensor: PageTensor, number: int, head: int, peers: Sequence[Sequence[PageTensor]]
+    tensor: PageTensor,
+    number: int,
+    heads: tuple[int, int],
+    target: int,
+    peers: Sequence[Sequence[PageTensor]],
 ) -> Source | None:
-    """Find the first rank that holds a head; include the following heads that it holds."""
+    """Find the first rank that holds the first of `heads`; include the others that it holds.
+
+    `target`: index of that head in this rank's tensor.
+    """
     for rank, tensors in enumerate(peers):
         if number >= len(tensors):
             continue
@@ -159,8 +178,9 @@ def _source_of(
         alike = (theirs.layer, theirs.dtype, theirs.axis, theirs.whole_shape)
         if alike != (tensor.layer, tensor.dtype, tensor.axis, tensor.whole_shape):
             continue
-        start, stop = theirs.heads
-        if start <= head < stop:
-            count = min(stop, tensor.heads[1]) - head
-            return Source(rank=rank, start=head - start, target=head - tensor.heads[0], count=count)
+        for first, stop, index in theirs.places:
+            if first <= heads[0] < stop:
+                count = min(stop, heads[1]) - heads[0]
+                start = index + heads[0] - first
+                return Source(rank=rank, start=start, target=target, count=count)
     return None

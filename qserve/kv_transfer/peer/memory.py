@@ -17,6 +17,11 @@ from qserve.kv_transfer.peer.layout import BufferFacts
 BYTES_SUFFIX = ".bytes"
 
 
+def bytes_path(index: Path) -> Path:
+    """Return the path of the in-memory file of a buffer. `index`: path of its index file."""
+    return index.with_name(index.name + BYTES_SUFFIX)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferMemory:
     """Memory of this rank's buffer, valid until `close`."""
@@ -91,7 +96,7 @@ class PeerMemory:
                 "run both on GPUs or both on CPUs",
             )
         if device.type == "cpu":
-            file = path.with_suffix(BYTES_SUFFIX)
+            file = bytes_path(path)
             if file.stat().st_size != self._offsets[-1]:
                 raise InputError(
                     str(file),

@@ -156,8 +156,8 @@ class Peers:
                 raise InputError(
                     f"KV peer {engine} ({facts[0].model})",
                     reason,
-                    "start both engines with the same model, --block-size, --dtype and"
-                    " --kv-cache-dtype",
+                    "start both engines with the same model, --block-size, --dtype,"
+                    " --kv-cache-dtype and, if the model has states, --speculative-config",
                 )
             taken = sources(self._ours.tensors, [each.tensors for each in facts])
             for index in indexes:

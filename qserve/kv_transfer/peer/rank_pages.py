@@ -1,8 +1,12 @@
-"""PeerRankPages: sends one rank's pages to other engines, and receives pages from them."""
+"""PeerRankPages: sends one rank's pages or states to other engines, and receives them.
+
+A state takes the place of a page: its key is that of the page at whose end it was copied.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,54 +18,70 @@ from qserve.kv_transfer.peer.layout import BufferFacts, PageTensor
 from qserve.kv_transfer.peer.peers import Peers
 from qserve.kv_transfer.peer.receiver import PageReceiver
 from qserve.kv_transfer.peer.sender import PageSender
-from qserve.model.cache_spec import Cache, CacheSpec
+from qserve.model.cache_spec import Cache
 
-STEPS_IN_BUFFER = 4  # the default buffer holds the pages of so many of the largest steps
 GIB = 2**30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSize:
+    """Size of a transfer buffer."""
+
+    usual: int  # slots without the setting buffer_gb
+    least: int  # minimum number of slots
+    share: float = 1.0  # part of buffer_gb that this buffer gets
+    what: str = "the pages of one step"  # contents of the smallest buffer, for the error
+
+    def num_slots(self, slot_bytes: int, buffer_gb: float | None) -> int:
+        """Return the number of slots. Raises InputError if buffer_gb is too small."""
+        if buffer_gb is None:
+            return self.usual
+        found = int(self.share * buffer_gb * GIB) // slot_bytes
+        if found < self.least:
+            raise InputError(
+                f"{FLAG} buffer_gb",
+                f"expected at least {self.least * slot_bytes / GIB / self.share:.3g}, for"
+                f" {self.what}, found {buffer_gb:g}",
+                "raise it, or lower --max-num-batched-tokens",
+            )
+        return found
+
+
 class PeerRankPages:
-    """The connector of one rank. Only the thread that launches steps may call the methods."""
+    """The connector of one rank, for pages or for states.
+
+    Only the thread that launches steps may call the methods.
+    """
 
     def __init__(
         self,
         config: KvTransferConfig,
-        specs: Sequence[CacheSpec],
+        tensors: list[PageTensor],
         caches: Callable[[], Sequence[Cache]],
         device: torch.device,
         *,
         engine: str,
         rank: int,
         num_ranks: int,
-        first_kv_heads: Sequence[int],
         model: str,
         digest: str,
         form: Mapping[str, str],
-        step_pages: int,
+        size: BufferSize,
+        of_states: bool = False,
     ) -> None:
         """Open the connector. Raises InputError.
 
-        `engine`: random name, the same on all ranks. `first_kv_heads`: this rank's first KV head,
-        by layer. `digest`, `form`: facts that page contents depend on. `step_pages`: maximum number
-        of pages that one step completes.
+        `caches`: returns the caches whose `page_tensors` are sent, which `tensors` describes.
+        `engine`: random name, the same on all ranks. `digest`, `form`: facts that page contents
+        depend on. `of_states`: True if these tensors are states.
         """
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._link = link = make_link(config, device)
+        self._link = link = make_link(config, device, of_states=of_states)
         settings = link.settings
-        tensors = _tensors(specs, caches(), first_kv_heads)
-        page_bytes = sum(tensor.num_bytes for tensor in tensors)
-        num_slots = STEPS_IN_BUFFER * step_pages
-        if settings.buffer_gb is not None:
-            num_slots = int(settings.buffer_gb * GIB) // page_bytes
-            if num_slots < step_pages:
-                raise InputError(
-                    f"{FLAG} buffer_gb",
-                    f"expected at least {step_pages * page_bytes / GIB:.3g}, the pages of one"
-                    f" step, found {settings.buffer_gb:g}",
-                    "raise it, or lower --max-num-batched-tokens",
-                )
+        num_slots = size.num_slots(sum(tensor.num_bytes for tensor in tensors), settings.buffer_gb)
         facts = {
+            "of_states": of_states,
             "engine": engine,
             "rank": rank,
             "num_ranks": num_ranks,
@@ -126,22 +146,3 @@ class PeerRankPages:
                 each.close()
         self.receiver = self.sender = None
         self._link.close()
-
-
-def _tensors(
-    specs: Sequence[CacheSpec], caches: Sequence[Cache], first_kv_heads: Sequence[int]
-) -> list[PageTensor]:
-    return [
-        PageTensor(
-            layer=layer,
-            shape=list(tensor.shape[1:]),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            item_bytes=tensor.itemsize,
-            axis=axis,
-            first=first_kv_heads[layer] if axis is not None else 0,
-        )
-        for layer, (spec, cache) in enumerate(zip(specs, caches, strict=True))
-        for tensor, axis in zip(
-            cache.page_tensors, spec.heads_axes(len(cache.page_tensors)), strict=True
-        )
-    ]

@@ -99,6 +99,15 @@ class PageReceiver:
             self._peers.refresh()
             return max((_leading(peer, keys) for peer in self._peers), default=0)
 
+    def deepest(self, keys: Sequence[bytes]) -> int:
+        """Return the number of keys up to the last one that an engine has announced."""
+        with self._looking:
+            self._peers.refresh()
+            peers = list(self._peers)
+            return next(
+                (n for n in range(len(keys), 0, -1) if any(p.find(keys[n - 1]) for p in peers)), 0
+            )
+
     @property
     def num_peers(self) -> int:
         """Number of engines that are alive and whose pages can be used."""

@@ -3,7 +3,7 @@
 Before a step the engine names the pages that the step completes. The attention of each layer calls
 `send_layer` after the layer's keys are written. On a GPU the copy then runs on a separate stream,
 and the number of complete layers is written to the index in the order of that stream. After a step
-in a CUDA graph, `send_rest` copies all layers.
+in a CUDA graph, `send_rest` copies all layers. A drafter's layers are copied after sampling.
 """
 
 import contextlib
@@ -116,13 +116,19 @@ class PageSender:
             if batch.num_sent < len(layers) and layers[batch.num_sent] is cache:
                 self._send(batch, cache)
 
-    def send_rest(self) -> None:
-        """Copy the remaining layers, after the step."""
+    def send_rest(self, *, leaves: int = 0) -> None:
+        """Copy the remaining layers, after the step.
+
+        `leaves`: number of last layers that are not written yet; a later call copies them.
+        """
         if not self._batches:
             return
+        layers = self._layers
         for batch in self._batches:
-            for cache in self._layers[batch.num_sent :]:
+            for cache in layers[batch.num_sent : len(layers) - leaves]:
                 self._send(batch, cache)
+        if leaves:
+            return
         self._batches.clear()
         if self._stream is not None:
             self._done = torch.cuda.Event()

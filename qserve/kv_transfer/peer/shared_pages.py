@@ -25,11 +25,16 @@ class OtherRanks(Protocol):
 
 
 class SharedPeerPages:
-    """The peer connectors of all ranks of an engine."""
+    """The peer connectors of all ranks of an engine, for KV pages or for states."""
 
-    def __init__(self, ours: PeerRankPages, rank_group: OtherRanks | None) -> None:
-        """`ours`: the leader's connector. `rank_group`: the other ranks; None: one rank."""
-        self._ours, self._rank_group = ours, rank_group
+    def __init__(
+        self, ours: PeerRankPages, rank_group: OtherRanks | None, kind: str = "pages"
+    ) -> None:
+        """`ours`: the leader's connector. `rank_group`: the other ranks; None: one rank.
+
+        `kind`: "pages" or "states", which is part of the names of the ranks' calls.
+        """
+        self._ours, self._rank_group, self._kind = ours, rank_group, kind
         self._number = 0
 
     @property
@@ -46,12 +51,16 @@ class SharedPeerPages:
         for start in range(0, len(keys), size):
             values = _array(keys[start : start + size]), list(pages[start : start + size])
             if self._rank_group is not None:
-                self._rank_group.send("send_pages", *values)
+                self._rank_group.send(f"send_{self._kind}", *values)
             self._ours.send(*values)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading pages that one engine has announced."""
         return self._ours.receiver.match(keys)
+
+    def deepest(self, keys: Sequence[bytes]) -> int:
+        """Return the number of keys up to the last one that an engine has announced."""
+        return self._ours.receiver.deepest(keys)
 
     @property
     def num_peers(self) -> int:
@@ -69,7 +78,7 @@ class SharedPeerPages:
         values = self._number, _array(keys), list(pages), waits
         theirs = []
         if self._rank_group is not None:
-            theirs = self._rank_group.begin("receive_pages", *values)
+            theirs = self._rank_group.begin(f"receive_{self._kind}", *values)
         ours = self._ours.receive(*values)
         whole = merged([ours, *theirs], in_all, [False] * len(keys)) if theirs else ours
         return self._number, whole
@@ -77,13 +86,13 @@ class SharedPeerPages:
     def expect_no_more(self, number: int) -> None:
         """Stop the call `number` of `receive` from waiting for pages that are not announced."""
         if self._rank_group is not None:
-            self._rank_group.send("expect_no_more_pages", number)
+            self._rank_group.send(f"expect_no_more_{self._kind}", number)
         self._ours.expect_no_more(number)
 
     def cancel(self, number: int) -> None:
         """Make the call `number` of `receive` end soon."""
         if self._rank_group is not None:
-            self._rank_group.send("cancel_pages", number)
+            self._rank_group.send(f"cancel_{self._kind}", number)
         self._ours.cancel(number)
 
 

@@ -19,6 +19,7 @@ from qserve.kv_transfer.peer.slot_table import SlotTable, table_bytes
 
 MAGIC = b"qserveP1"
 SUFFIX, PARTIAL = ".pages", ".partial"
+STATES_SUFFIX = ".states"  # for a buffer of states
 MAX_FACTS_BYTES = 2**24
 PAGE = 4096
 
@@ -42,7 +43,7 @@ class SlotIndex(SlotTable):
         """Create and lock the file. The file gets its final name when it is complete."""
         text = msgspec.json.encode(facts)
         start = -(-(len(MAGIC) + 8 + len(text)) // PAGE) * PAGE
-        partial = path.with_suffix(PARTIAL)
+        partial = path.with_name(path.name + PARTIAL)
         file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

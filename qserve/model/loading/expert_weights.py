@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.experts import Experts
+from formats.architecture.experts import MEDIA_ROUTER, Experts
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts, num_experts_key, stated_size
@@ -21,7 +21,7 @@ from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
-from qserve.model.blocks.moe import TableRouter
+from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.tp_plan import WHOLE, LinearShard
 
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
@@ -94,6 +94,28 @@ def table_router(
         )
     table_Vk = stored_Vk.to(weights.device, torch.int32)
     return TableRouter(routing, weights.tensor(name, shape), table_Vk)
+
+
+def media_routers(
+    weights: Any, prefix: str, experts: Experts, *, fixed_order: bool
+) -> tuple[Router, Router]:
+    """Return the routers of a layer's experts for text and of those for tokens of media.
+
+    `weights`: qserve.model.loading.weights.Weights.
+    """
+    routing, rule = routing_of(experts, weights.config.values), experts.routing
+    E = routing.num_experts
+    stored = f"{prefix}.{experts.module}.{rule.correction}"
+    corrections_2E = weights.source.tensor(stored, (2, E)).to(weights.device, torch.float32)
+    found = []
+    for name, correction_E in zip(("weight", MEDIA_ROUTER), corrections_2E, strict=True):
+        stored = f"{prefix}.{experts.router}.{name}"
+        weight_CE = weights.tensor(stored, (weights.config.hidden_size, E))
+        weight_EC = weight_CE.float().T.contiguous() if rule.float32 else weight_CE.T
+        found.append(
+            Router(routing, weight_EC, correction_E=correction_E.clone(), fixed_order=fixed_order)
+        )
+    return found[0], found[1]
 
 
 def expert_weights(

@@ -4,15 +4,19 @@ H: heads of this rank. P: width of a query's part without RoPE. L: width of a la
 of a value.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from formats.architecture.columns import BlockIndexer as BlockIndexerRow
 from formats.architecture.columns import Indexer as IndexerRow
 from formats.architecture.projection import Projection
+from qserve.model.blocks.block_attention import BlockIndexer
 from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.latent.indexer import Indexer
 from qserve.model.blocks.linear import FloatLinear, Linear
+from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.tp_plan import LinearPart
 
@@ -67,4 +71,33 @@ def indexer(weights: Any, prefix: str, row: IndexerRow, rotary: Rotary) -> Index
         rotary=rotary,
         is_interleaved=row.interleaved,
         most=weights.config.values[row.count_key],
+    )
+
+
+def block_indexer(
+    weights: Any,
+    prefix: str,
+    row: BlockIndexerRow,
+    linear: Callable[[Projection], Linear],
+    rotary: Rotary,
+) -> BlockIndexer:
+    """Return the indexer of blocks of the layer with this prefix. It is sharded by heads.
+
+    `weights`: qserve.model.loading.weights.Weights. `linear`: returns the layer's linears.
+    """
+    values, shape = weights.config.values, weights.shape((("index_head_dim",),))
+    q_norm, k_norm = (
+        Norm(weights.norm(f"{prefix}.{name}.weight", shape), weights.config.norm_eps)
+        for name in (row.query_norm, row.key_norm)
+    )
+    return BlockIndexer(
+        q_proj=linear(row.queries),
+        k_proj=linear(row.keys),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        rotary=rotary,
+        block_size=values[row.block_size_key],
+        most=values[row.count_key],
+        local=values[row.local_key],
+        dtype=weights.dtype,
     )

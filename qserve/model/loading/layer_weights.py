@@ -6,12 +6,11 @@ N: outputs. K: inputs. C: hidden size. E: experts.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from formats.architecture.columns import ATTENTION
-from formats.architecture.experts import MEDIA_ROUTER
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.errors import InputError
@@ -32,12 +31,19 @@ from qserve.model.blocks.linear import (
 )
 from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.blocks.norm import Norm
-from qserve.model.loading.expert_weights import expert_weights, routing_of, table_router
-from qserve.model.loading.latent_weights import absorbed, indexer
+from qserve.model.loading.expert_weights import (
+    expert_weights,
+    media_routers,
+    routing_of,
+    table_router,
+)
+from qserve.model.loading.latent_weights import absorbed, block_indexer, indexer
 from qserve.model.model_config import ModelConfig
 from qserve.model.state_shard import StateShard
 from qserve.model.tp_plan import HEAD_SIZES, WHOLE, LinearPart, LinearShard, TpPlan
 from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
+
+AnyLinear = TypeVar("AnyLinear", bound=Linear)
 
 
 class LayerWeights:
@@ -158,9 +164,16 @@ class LayerWeights:
             bias=is_set(projection.bias, self._weights.config.values),
             cuts=cuts,
         )
+        self._known(projection, made)
         if tp_plan.is_whole or projection.split == "outputs" or not summed:
             return made
         return RowParallel(made, tp_plan.communicator, gathered)
+
+    def _known(self, projection: Projection, made: AnyLinear) -> AnyLinear:
+        """Record and return the Linear that runs a projection."""
+        for linear in projection.linears:
+            self._weights.linears[f"{self._prefix}.{linear.name}"] = made
+        return made
 
     def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
         """Return the order of a linear's inputs, if the checkpoint sorts them by group, or None."""
@@ -209,6 +222,18 @@ class LayerWeights:
         if convolutions:
             found["conv_weight"] = torch.cat(convolutions).squeeze(1)
         return found
+
+    def gate_linear(self, projection: Projection, tensors: dict[str, torch.Tensor]) -> FloatLinear:
+        """Return a projection whose weights are state tensors, which are removed from `tensors`."""
+        present = dict(self._family.state_mixer.present(self._weights.config.values))
+        weights = []
+        for linear in projection.linears:
+            each = present[f"{linear.name}.weight"]
+            weights.append(tensors.pop(each.key))
+            if each.of_heads and not self._weights.tp_plan.is_whole:
+                rows = self.state_shard.rows(linear.outputs)
+                self._weights.parts[f"{self._prefix}.{linear.name}"] = LinearPart(rows=rows)
+        return self._known(projection, self._weights.float_linear(torch.cat(weights)))
 
     @functools.cached_property
     def state_shard(self) -> StateShard:
@@ -277,26 +302,7 @@ class LayerWeights:
         values = weights.config.values
         if not row.is_in(self.number, values) or weights.max_model_len <= row.most_keys(values):
             return None
-        q_norm, k_norm = (
-            Norm(self._index_norm(name), weights.config.norm_eps)
-            for name in (row.query_norm, row.key_norm)
-        )
-        return BlockIndexer(
-            q_proj=self.linear(row.queries),
-            k_proj=self.linear(row.keys),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            rotary=self.rotary,
-            block_size=values[row.block_size_key],
-            most=values[row.count_key],
-            local=values[row.local_key],
-            dtype=weights.dtype,
-        )
-
-    def _index_norm(self, name: str) -> torch.Tensor:
-        """Return the weight of a norm of the indexer."""
-        shape = self._weights.shape((("index_head_dim",),))
-        return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+        return block_indexer(weights, self._prefix, row, self.linear, self.rotary)
 
     def has_norm(self, name: str) -> bool:
         """Return True if the model has this norm of the family's row."""
@@ -332,21 +338,9 @@ class LayerWeights:
 
     def media_routers(self) -> tuple[Router, Router]:
         """Return the routers of experts for text and of those for tokens of media."""
-        experts, weights = self._family.experts, self._weights
-        routing, rule = routing_of(experts, weights.config.values), experts.routing
-        E = routing.num_experts
-        stored = f"{self._prefix}.{experts.module}.{rule.correction}"
-        corrections_2E = weights.source.tensor(stored, (2, E)).to(weights.device, torch.float32)
-        found = []
-        for name, correction_E in zip(("weight", MEDIA_ROUTER), corrections_2E, strict=True):
-            stored = f"{self._prefix}.{experts.router}.{name}"
-            weight_CE = weights.tensor(stored, (weights.config.hidden_size, E))
-            weight_EC = weight_CE.float().T.contiguous() if rule.float32 else weight_CE.T
-            is_fixed = self.kernels.get("experts") == FIXED_ORDER
-            found.append(
-                Router(routing, weight_EC, correction_E=correction_E.clone(), fixed_order=is_fixed)
-            )
-        return found[0], found[1]
+        is_fixed = self.kernels.get("experts") == FIXED_ORDER
+        experts = self._family.experts
+        return media_routers(self._weights, self._prefix, experts, fixed_order=is_fixed)
 
     def _router_norm(self, scale: str) -> Norm:
         """Return the norm of a router's input; its weight is made from the tensor `scale`."""
@@ -359,12 +353,12 @@ class LayerWeights:
 
     def shared_gate(self) -> FloatLinear | None:
         """Return the gate of the layer's shared expert, or None."""
-        shared = self._family.experts.shared
-        if not shared.gate:
+        projection, weights = self._family.experts.shared.gate_projection, self._weights
+        if projection is None:
             return None
-        name = f"{self._prefix}.{shared.gate}.weight"
-        weights = self._weights
-        return weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
+        name = f"{self._prefix}.{projection.name}.weight"
+        made = weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
+        return self._known(projection, made)
 
     def experts(self, *, of_media: bool = False) -> PreparedExperts:
         """Return the layer's experts, prepared for their kernel.

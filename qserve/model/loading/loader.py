@@ -71,6 +71,7 @@ def load(
         on_layer=on_layer,
     )
     decoder = families.build(config, weights)
-    decoder.classifier, decoder.parts = weights.classifier(), weights.parts
+    decoder.classifier = weights.classifier()
+    decoder.parts, decoder.linears = weights.parts, weights.linears
     weights.audit()
     return decoder

@@ -76,6 +76,8 @@ class Weights:
         self.kernels, self.pipeline = kernels or {}, pipeline
         # Name of a linear -> its shard. Filled as linears are created, if the model is sharded.
         self.parts: dict[str, LinearPart] = {}
+        # Name of a linear of a layer -> the Linear that runs it. Filled as linears are created.
+        self.linears: dict[str, Linear] = {}
         # Names of linears of experts on other ranks. Filled as layers are created.
         self.elsewhere: set[str] = set()
         self.tp_plan = tp_plan or TpPlan(config)

@@ -145,6 +145,7 @@ class BlockDrafter:
 
     # A key depends only on the target's states at its own position.
     looks_ahead = reads_images = False
+    first_kv_heads = None
 
     def __init__(self, head: BlockHead, aux_layers: tuple[int, ...]) -> None:
         """`aux_layers`: target layers whose states the head reads, see DeviceDrafter."""

@@ -61,14 +61,17 @@ class ChainDrafter:
         *,
         reads_images: bool = False,
         ropes: AxisRopes | None = None,
+        first_kv_heads: tuple[int, ...] | None = None,
     ) -> None:
         """Use a head.
 
         aux_layers: indices of the target's layers, see DeviceDrafter
         ropes: for a head that was trained with positions of three axes
+        first_kv_heads: see DeviceDrafter
         """
         self.head, self.aux_layers, self.attentions = head, aux_layers, head.attentions
         self.reads_images, self._ropes = reads_images, ropes
+        self.first_kv_heads = first_kv_heads
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         return chain(self.head, step.with_ropes(self._ropes), reads_images=self.reads_images)

@@ -36,6 +36,7 @@ class MedusaDrafter:
     """Head k drafts the token k + 1 positions after the newest token. See DeviceDrafter."""
 
     looks_ahead, aux_layers, attentions = False, (), ()
+    first_kv_heads = ()
     reads_images = False
     extra_positions = 0
 

@@ -28,7 +28,7 @@ from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import TpPlan
+from qserve.model.tp_plan import TpPlan, first_kv_heads
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
@@ -116,7 +116,10 @@ def build(context: BuildContext) -> ChainDrafter:
         folder,
         f"; {len(prefixes) - 1} more layers are not used" if len(prefixes) > 1 else "",
     )
-    return ChainDrafter(load_head(layered, source, prefix, config.family.draft_names, context))
+    head = load_head(layered, source, prefix, config.family.draft_names, context)
+    communicator = context.ranks.communicator
+    size, rank = (1, 0) if communicator is None else (communicator.size, communicator.rank)
+    return ChainDrafter(head, first_kv_heads=first_kv_heads(layered, size, rank)[-1:])
 
 
 def with_layer(config: ModelConfig, prefix: str) -> ModelConfig:

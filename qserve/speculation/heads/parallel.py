@@ -31,6 +31,7 @@ class ParallelDrafter:
     """Drafts in one pass over the step's rows and K - 1 mask rows. See DeviceDrafter."""
 
     looks_ahead, reads_images = True, False
+    first_kv_heads = None
     extra_positions = 0
 
     def __init__(

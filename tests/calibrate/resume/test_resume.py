@@ -218,7 +218,7 @@ def test_full_disk_keeps_finished_layers(docs_5m, tmp_path, monkeypatch, where):
 
     monkeypatch.setattr(module, "save_file", save_file)
     options = {**OPTIONS, "recipe": "gptq", "max_shard_bytes": 10**6}
-    with pytest.raises(DiskError, match="No space left on device.*free space"):
+    with pytest.raises(DiskError, match="No space left on device.*free space on the disk"):
         quantize_checkpoint(docs_5m, target, **options)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == [unfinished(target).name]
@@ -279,7 +279,9 @@ def test_disk_full_at_start_leaves_no_files(docs_5m, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    with pytest.raises(DiskError, match="unfinished: cannot be created: No space left.*free space"):
+    with pytest.raises(
+        DiskError, match="unfinished: cannot be created: No space left.*free space on the disk"
+    ):
         quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **OPTIONS)
     assert list(tmp_path.iterdir()) == []
 

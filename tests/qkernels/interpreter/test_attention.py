@@ -7,7 +7,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
-from qkernels.attention.cache import AttentionStep, DecodeRows, decode_bounds
+from qkernels.attention.cache import AttentionStep, DecodeRows, RequestArrays, decode_bounds
 from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -265,8 +265,9 @@ def test_decodes_and_chunks_computed_separately(
         bounds = torch.tensor(decode_bounds(num_decodes), dtype=torch.int32, device=device)
         decodes |= {"bounds_8": bounds}
     else:
-        chunk_starts = starts[num_decodes:] - num_decodes
-        decodes |= {"num_rows": num_decodes, "chunk_starts_R1": chunk_starts.to(device)}
+        arrays = tables, starts - num_decodes, torch.tensor(lengths, dtype=torch.int32)
+        chunks = RequestArrays(*(each[num_decodes:].to(device) for each in arrays))
+        decodes |= {"num_rows": num_decodes, "chunks": chunks}
     step = AttentionStep(
         block_tables_RX=tables.to(device),
         query_starts_R1=starts.to(device),

@@ -237,6 +237,32 @@ def unpacked(form: LimbForm, tensors: list[torch.Tensor], rows: int) -> list[tor
     return [from_limbs(Limbs(form=form, num_rows=rows, words=words, scales=scales, sums=sums))]
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (3, 6), (2, 9), many(4, 3), many(8, 2)])
+def test_unequal_shards_send_one_form(device, half, ranks, rows):
+    """The last rank has a tensor, the others have partial sums. Nine rows are beyond the norm."""
+    x = of_ranks(ranks, rows, CHANNELS, dtype=half, device=device)
+    shares: list[LinearOutput] = [*map(split, x[:-1]), x[-1]]
+    residual, weight = (
+        of_ranks(1, n, CHANNELS, dtype=half, device=device, seed=n)[0] for n in (rows, 1)
+    )
+    spec = NormSpec(weight_C=weight[0], eps=1e-5)
+
+    def work(peers):
+        share = shares[peers.rank]
+        assert ops.fuses(share, None, peers) == (rows <= 8)
+        summed = ops.all_reduce(share, peers)
+        return [summed, *flat(ops.all_reduce_norm(share, residual, spec, peers))]
+
+    found = results_of_ranks(ranks, work, device, equal_shards=False)
+    assert all(all(map(same_bits, found[0], other)) for other in found[1:])
+    rounded = [each.total() if isinstance(each, SplitKPartials) else each for each in shares]
+    summed, _, total = found[0]
+    assert torch.equal(summed, reference.all_reduce(rounded).cpu())
+    # with more than four ranks, or beyond the norm, partial sums are rounded before they are sent
+    sent = rounded if ranks > 4 or rows > 8 else shares
+    assert torch.equal(total, (reference.all_reduce(sent) + residual).cpu())
+
+
 def test_sum_without_norm(device, half):
     x = of_ranks(2, 3, CHANNELS, dtype=half, device=device)
     residual = of_ranks(1, 3, CHANNELS, dtype=half, device=device, seed=5)[0]

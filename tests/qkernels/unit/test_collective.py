@@ -38,8 +38,8 @@ SMALL = Limits(one_shot=64 * KIB, two_shot=128 * KIB, rows=8)
 CPU = torch.device("cpu")
 
 
-def make_peers(ranks: int = 2, channels: int = 1024) -> Peers:
-    layout = PeerLayout.of_model(ranks, channels, SMALL)
+def make_peers(ranks: int = 2, channels: int = 1024, equal_shards: bool = True) -> Peers:
+    layout = PeerLayout.of_model(ranks, channels, SMALL, equal_shards=equal_shards)
     return Peers(virtual_ranks(ranks, layout.num_bytes, CPU)[0], layout)
 
 
@@ -108,6 +108,19 @@ def test_partial_sums_are_sent_unrounded_if_channel_exists():
     assert make_peers(2).rows(parts)[0].item_bytes == 4
     assert make_peers(8).rows(parts)[0].item_bytes == 2
     assert make_peers(2).rows(parts.total())[0].item_bytes == 2
+
+
+@pytest.mark.parametrize(("ranks", "item_bytes"), [(2, 4), (8, 2)])
+def test_unequal_shards_have_one_channel_and_algorithm_for_both_forms(ranks, item_bytes):
+    peers = make_peers(ranks, equal_shards=False)
+    parts = SplitKPartials(parts=torch.zeros(3, 4, 1024), dtype=torch.float16)
+    for x in (parts, parts.total()):
+        layout, channel = peers.rows(x)
+        assert layout.item_bytes == item_bytes and channel is peers.rows(parts)[1]
+    rows = SMALL.one_shot // 2048  # float32 partial sums of them are twice as large
+    parts = SplitKPartials(parts=torch.zeros(3, rows, 1024), dtype=torch.float16)
+    assert {all_reduce_algorithm(x, peers) for x in (parts, parts.total())} == {"one_shot"}
+    assert all_reduce_algorithm(parts, make_peers(ranks)) == "two_shot"
 
 
 def test_rows_summed_and_normalized_in_one_kernel():

@@ -34,6 +34,16 @@ def test_first_requests_of_few_rows_are_decodes():
     assert torch.equal(tables, batch.block_tables_RX)
 
 
+@pytest.mark.parametrize("num_decodes", [1, 2, 3, 5])
+def test_addresses_of_both_parts_are_aligned(num_decodes):
+    """Otherwise kernels would be compiled while requests wait, and launched more slowly."""
+    step = make_step([1] * num_decodes + [9, 20])
+    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=1))
+    for part in batch.divided(batch.decodes):
+        for array in (part.block_tables_RX, part.query_starts_R1, part.context_lengths_R):
+            assert array.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize(
     "counts",
     [

@@ -22,6 +22,7 @@ from tests.qserve.model.test_hybrid_tokens import in_transformers
 FAMILIES = ["llama", "mistral"]
 MORE = ["gemma2", "phi3", "ministral3", "granite", "olmo2", "glm4", "qwen3", "smollm3"]
 HYBRID = ["qwen3_5", "granite_hybrid", "lfm2", "falcon_h1", "kimi_linear", "minimax"]
+HYBRID += ["qwen3_next", "nemotron_h"]
 LOADED = ["kimi_linear", "minimax"]  # transformers itself reads their names
 # width, returned, length penalty, early stopping, whether beams may end before the length
 CASES = [

@@ -11,6 +11,9 @@ from qserve.lora.merge import merge_adapter
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
+from tests.conftest import make_tiny
+from tests.qserve.model.test_hybrid_on_gpu import WITH_EXPERTS
+from tests.tiny_families import TINY_FAMILIES
 
 pytestmark = pytest.mark.gpu
 
@@ -91,9 +94,13 @@ def test_slots_are_refilled_between_steps(docs_5m, loras):
             assert sum(same) >= len(same) - 1
 
 
-def test_adapters_of_latent_attention(tiny_model, tmp_path):
-    """Adapters of kv_b_proj, too: graphs against eager steps, and logits against the CPU's."""
-    folder, few = tiny_model("youtu"), dataclasses.replace(PARAMS, max_tokens=6)
+@pytest.mark.parametrize("family", ["youtu", "qwen3_5", "nemotron_h", "qwen3_next"])
+def test_adapters_of_latents_and_states(family, tiny_model, tmp_path):
+    """Graphs against eager steps, and logits against the CPU's. Youtu's include kv_b_proj."""
+    folder, few = tiny_model(family), dataclasses.replace(PARAMS, max_tokens=6)
+    if family in WITH_EXPERTS:
+        config_class, extra = TINY_FAMILIES[family]  # kernels take experts of 64 and more
+        folder = make_tiny(tmp_path / family, config_class, extra | {"moe_intermediate_size": 64})
     requests = [
         LoRARequest(f"a{n}", n + 1, str(write_adapter(folder, tmp_path / f"{n}", rank=2 + n)))
         for n in range(2)

@@ -107,7 +107,7 @@ def test_logits_equal_peft(tiny_model, tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("qwen2_moe", 10),  # attention, the dense feed-forward, the shared expert
+        ("qwen2_moe", 11),  # attention, the dense feed-forward, the shared expert and its gate
         ("deepseek_v3", 11),
         pytest.param("glm4_moe", 10, marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", 7, marks=pytest.mark.exhaustive),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from formats.checkpoint import CheckpointReader
-from formats.errors import InputError
 from formats.peft.lora import adapted_shapes, read_adapter
 from qserve.lora.request import LoRARequest
 from qserve.model.model_config import family_of
@@ -15,7 +14,6 @@ from tests.own_code.models import TINY_MODELS
 from tests.own_code.references import Reference
 from tests.qserve.lora.test_lora_tokens import assert_is, engine, run
 
-WITH_STATES = ("ling_2_6", "plamo2", "ring_linear")
 FEW = ("internlm2", "ling_2")  # queries, keys and values by KV head; one after the other
 
 
@@ -35,12 +33,7 @@ class Merged(Reference):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive)
-        for n in TINY_MODELS
-        if n not in WITH_STATES
-    ],
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in TINY_MODELS]
 )
 def test_logits_equal_merged_reference(own_code, tmp_path, name):
     folder = own_code(name)
@@ -54,9 +47,3 @@ def test_logits_equal_merged_reference(own_code, tmp_path, name):
     for adapter, each in zip([*adapters, None], found, strict=True):
         assert_is(Merged(folder, adapter), each)
     assert not torch.allclose(*(torch.tensor(each[1]) for each in found[1:]), atol=1e-2)
-
-
-@pytest.mark.parametrize("name", WITH_STATES)
-def test_adapters_for_stateful_models_are_refused(own_code, name):
-    with pytest.raises(InputError, match="--enable-lora: does not work with .* have states"):
-        engine(own_code(name))

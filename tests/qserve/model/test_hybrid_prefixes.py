@@ -1,5 +1,6 @@
 """Models whose layers have states begin from copies of them: the tokens are those without."""
 
+import json
 import random
 from dataclasses import replace
 from itertools import product
@@ -12,8 +13,13 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache import state_snapshots
+from qserve.engine.kv_cache.prefix_cache import extend_keys, root_key
 from qserve.engine.runner import layer_caches
+from qserve.library.beam_outputs import sampling_params
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.request_options import RequestOptions
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
@@ -70,8 +76,8 @@ def make_engine(folder, steps_in_flight=0, **settings):
     return engine
 
 
-def chats(engine, seed=5):
-    """Output tokens of chats with common starts.
+def chats(engine, seed=5, loras=(None,)):
+    """Output tokens of chats with common starts, chat by chat with another of these adapters.
 
     And how often pages ran out, and how many tokens of prompts were not computed.
     """
@@ -88,7 +94,8 @@ def chats(engine, seed=5):
             params = SamplingParams(
                 max_tokens=rng.randint(3, 14), temperature=chat % 3 / 2, seed=chat, ignore_eos=True
             )
-            engine.add_request(name, prompts[name], params)
+            options = RequestOptions(lora=loras[chat % len(loras)])
+            engine.add_request(name, prompts[name], params, options=options)
         while engine.has_work():
             for event in engine.step():
                 assert event.finish_reason != "error", event.error
@@ -166,6 +173,89 @@ def test_host_tier_snapshots(tiny_model, without, name, in_flight):
     assert found == without(name)
     assert len(loaded) > 3 and num_cached > 200
     assert engine.scheduler.pool.host.num_loaded > 5
+
+
+def tokens_of(engine, name, prompt, **options):
+    """Tokens of a request, how many of its prompt were cached, and how many rows were computed."""
+    found, rows, launch = [], [], engine.workers.launch
+
+    def counted(step):
+        rows.append(step.num_tokens)
+        return launch(step)
+
+    engine.workers.launch = counted
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    engine.add_request(name, prompt, params, **options)
+    while engine.has_work():
+        for event in engine.step():
+            assert event.finish_reason != "error", event.error
+            found += event.token_ids
+            cached = event.facts.num_cached
+    engine.scheduler.check_integrity()
+    engine.workers.launch = launch
+    return found, cached, sum(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("qwen3_next", ""),
+        ("nemotron_h", ""),
+        ("qwen3_5", "mtp"),
+        pytest.param("qwen3_5", "ngram", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", "mtp", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_evicted_prefix_returns_from_host(tiny_model, tmp_path, name, drafter):
+    """Only the tokens after its last full page are computed again."""
+    folder, settings = tiny_model(name), {}
+    if drafter:
+        drafts = {"method": drafter, "num_speculative_tokens": 3, "adaptive": False}
+        settings = {"speculative_config": json.dumps(drafts)}
+    if drafter == "mtp":
+        folder = make_hybrid_mtp(tmp_path / "mtp", name, 0.9)
+    prompt = list(range(5, 46))  # 10 pages and a token
+    want, _, num_rows = tokens_of(make_engine(folder, num_state_snapshots=0), "0", prompt)
+    assert num_rows == len(prompt) + 5
+    engine = make_engine(folder, **{**EVICTED, "num_gpu_blocks_override": 24}, **settings)
+    found, cached, rows_before = tokens_of(engine, "0", prompt)
+    assert found == want and cached == 0
+    for number in range(4):
+        tokens_of(engine, "0", [100 + number, *prompt])
+    keys: list[bytes] = []
+    extend_keys(keys, prompt, page_size=4, last=root_key())
+    snapshots = engine.scheduler.snapshots
+    assert not engine.scheduler.pool.match(keys) and keys[-1] not in snapshots._slots
+    assert snapshots.has(keys[-1])
+    found, cached, num_rows = tokens_of(engine, "0", prompt)
+    assert found == want and cached == 40
+    assert num_rows == rows_before - 40
+
+
+def test_beams_start_from_snapshot_of_host(tiny_model):
+    """Each beam continues from the state that comes back from the host."""
+    params = BeamSearchParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True)
+    prompt = list(range(5, 46))
+
+    def beams(engine):
+        options = RequestOptions(beam_search=params)
+        engine.add_request("0", prompt, sampling_params(params), options=options)
+        while engine.has_work():
+            for event in engine.step():
+                assert event.finish_reason != "error", event.error
+                found, cached = event.beams, event.facts.num_cached
+        engine.scheduler.check_integrity()
+        return [list(each.token_ids) for each in found], [each.score for each in found], cached
+
+    want, scores, _ = beams(make_engine(tiny_model("qwen3_next"), num_state_snapshots=0))
+    scores = pytest.approx(scores, rel=1e-5, abs=2e-5)
+    engine = make_engine(tiny_model("qwen3_next"), **EVICTED)
+    assert beams(engine) == (want, scores, 0)
+    for number in range(5):
+        tokens_of(engine, "0", [100 + number, *prompt])
+    loaded = engine.scheduler.snapshots.host.num_loaded
+    assert beams(engine) == (want, scores, 40)
+    assert engine.scheduler.snapshots.host.num_loaded == loaded + 1
 
 
 def test_snapshot_count_follows_memory(tiny_model):

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibrate.pipeline import quantize_checkpoint
 from formats.errors import InputError
+from formats.scheme import Scheme
 from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
@@ -199,6 +201,28 @@ def test_weights_per_gpu_are_halved(quantized_5m, many):
     """But for norms and the like."""
     one, two = (many(quantized_5m, ranks).engine.workers._ours.facts()[1] for ranks in (1, 2))
     assert two < 0.6 * one
+
+
+def test_unequal_shards(many, tmp_path):
+    """down_proj has 256 inputs on one GPU and 128 on the other, whose kernel does not split K."""
+    extra = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    extra |= {"num_key_value_heads": 2, "head_dim": 64}
+    whole, folder = make_tiny(tmp_path / "float", "LlamaConfig", extra), tmp_path / "quantized"
+    quantize_checkpoint(
+        whole, folder, scheme=Scheme.parse("w4a16-sym"), recipe="rtn", progress=False
+    )
+    settings = {"max_model_len": 128}
+    alone, two = many(folder, **settings), many(folder, 2, **settings)
+    ids = list(range(3, 103))
+    want, found = alone.logits(ids).float(), two.logits(ids).float()
+    assert (found - want).norm() / want.norm() < 0.05
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": ids[n : n + 20]} for n in range(8)]
+    runs = [
+        [each.outputs[0].token_ids for each in two.generate(given, params, use_tqdm=False)]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
 
 
 WHOLE_EXPERTS = {"enable_expert_parallel": True}

@@ -292,3 +292,29 @@ def test_process_groups_are_destroyed_by_one_thread(monkeypatch):
     for thread in threads:
         thread.join()
     assert (group["most"], group["aborted"]) == (1, 1)
+
+
+def test_abort_ends_when_graphs_are_freed(monkeypatch):
+    """NCCL waits for graphs that contain its operations, and their owner frees them afterwards."""
+    begun, freed, aborted = (threading.Event() for _ in range(3))
+    group = {"exists": True, "aborts": 0}
+
+    def abort():
+        group["aborts"] += 1
+        begun.set()
+        assert freed.wait(60)
+        group["exists"] = False
+        aborted.set()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: group["exists"])
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("it was aborted"))
+    ranks = Ranks(size=2)
+    ranks.abort()
+    ranks.abort()
+    assert begun.wait(60)
+    assert not aborted.is_set()
+    freed.set()
+    ranks.leave()
+    assert aborted.is_set() and group["aborts"] == 1

@@ -5,13 +5,15 @@ import torch
 
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
+from formats.architecture.sizes import num_experts
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks, first_kv_heads
+from qserve.model.tp_plan import check_ranks, first_kv_heads, has_equal_shards
+from qserve.parallel.expert_placement import ExpertPlacement
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
@@ -117,6 +119,44 @@ def test_indivisible_heads_of_one_layer_type_are_refused(family, changed, messag
     with pytest.raises(InputError, match=f"--tensor-parallel-size 8: .*{message}"):
         check_ranks(ModelConfig.from_folder(folder), 8, 1)
     assert message in inspect_checkpoint(folder).parallel[8]
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "scheme", "equal"),
+    [
+        ("llama", {"intermediate_size": 384}, "w4a16-sym", False),  # 2 and 1 groups of 128
+        ("llama", {"intermediate_size": 384}, None, True),
+        ("llama", {"intermediate_size": 512}, "w4a16-sym", True),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
+            None,
+            False,
+        ),
+        ("qwen3_moe", {}, None, True),
+        ("qwen3_next", {}, None, True),
+    ],
+)
+def test_equal_shards_are_known(family, changed, scheme, equal, tmp_path):
+    name, values = TINY_FAMILIES[family]
+    folder = make_tiny(tmp_path / "x", name, {**values, **changed})
+    if scheme is not None:
+        quantized = tmp_path / "y"
+        quantize_checkpoint(
+            folder, quantized, scheme=Scheme.parse(scheme), recipe="rtn", progress=False
+        )
+        folder = quantized
+    assert has_equal_shards(ModelConfig.from_folder(folder), 2) == equal
+
+
+def test_equal_shards_need_equal_numbers_of_experts(tiny_model):
+    config = ModelConfig.from_folder(tiny_model("qwen3_moe"))
+    total = num_experts(config.values)
+    for more in (0, 1):
+        half = total // 2 + more
+        first, second = tuple(range(half)), tuple(range(half, total))
+        placement = ExpertPlacement(same=(first, second))
+        assert has_equal_shards(config, 2, placement) == (not more)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ class TableDrafter:
     aux_layers = ()
     attentions = ()
     looks_ahead = reads_images = False
+    first_kv_heads = ()
     extra_positions = 0
     share = 0.25  # of drafts that are wrong
 

@@ -43,6 +43,14 @@ class PairSpec(CacheSpec):
     pages: CacheSpec
     states: CacheSpec
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return self.states.slot_names
+
+    def heads_axes(self, count: int) -> tuple[int | None, ...]:
+        """Return the axis of KV heads of attention's pages; the other mixer has no pages."""
+        return self.pages.heads_axes(count)
+
     def with_drafts(self, most_rows: int) -> CacheSpec:
         return PairSpec(
             pages=self.pages.with_drafts(most_rows), states=self.states.with_drafts(most_rows)

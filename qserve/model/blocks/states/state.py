@@ -22,6 +22,16 @@ class StateSpec(CacheSpec):
     inputs: int = 0  # width of a row's inputs to the state update, kept for verifications
     most_rows: int = 0  # maximum number of rows of a verification; 0: no speculation
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        has_memory = self.memory is not None
+        names = {
+            "convolution": bool(self.channels),
+            "memory": has_memory,
+            "recent": has_memory and bool(self.most_rows),
+        }
+        return tuple(name for name, is_there in names.items() if is_there)
+
     def with_drafts(self, most_rows: int) -> CacheSpec:
         return replace(self, most_rows=most_rows)
 

@@ -4,8 +4,6 @@ In Ling 3 latent attention rotates and has a gate per head, the logarithm of dec
 decays and gates come from one matrix each.
 """
 
-import torch
-
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.states.kimi_delta import KimiDelta, KimiShape
 from qserve.model.decoder import Decoder
@@ -35,9 +33,7 @@ def build_mixer(config: ModelConfig, weights: LayerWeights) -> KimiDelta:
     family, values = config.family.state_mixer, config.values
     tensors = weights.state_tensors()
     if family.gates is None:
-        first = [tensors.pop(key) for key in ("f_a", "g_a", "b")]
-        low = weights.float_linear(torch.cat(first))
-        f_b, g_b = (weights.float_linear(tensors.pop(key)) for key in ("f_b", "g_b"))
+        low, f_b, g_b = (weights.gate_linear(each, tensors) for each in family.gate_linears)
     else:
         low, f_b, g_b = weights.state_linear(family.gates), None, None
     return KimiDelta(

@@ -95,7 +95,7 @@ def test_pages_of_other_model_are_refused(agent, make_engine, cold, caplog):
 def test_slot_overwritten_during_copy_is_discarded(agent, make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
-    index, copy = prefill.runner.page_sender._index, receiver(decode)._copy
+    index, copy = prefill.runner.senders.pages._index, receiver(decode)._copy
     copied = []
 
     def overwritten(job, run, ready):
@@ -114,7 +114,7 @@ def test_engine_exit_between_layers(at, agent, make_engine, cold, monkeypatch):
     monkeypatch.setattr(peers, "SCAN_SECONDS", 0.01)
     prefill = make_engine("kv_producer")
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
-    sender = prefill.runner.page_sender
+    sender = prefill.runner.senders.pages
     send, gone = sender._send, []
 
     def goes(batch, cache):

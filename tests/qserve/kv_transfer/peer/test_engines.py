@@ -122,7 +122,7 @@ def test_request_waits_for_remote_prompt_in_computation(make_engine, cold):
 
 def test_each_layer_is_sent_before_the_next_is_computed(make_engine, monkeypatch):
     prefill = make_engine("kv_producer")
-    sender = prefill.runner.page_sender
+    sender = prefill.runner.senders.pages
     seen = []
     send = sender._send
     layers = [layer.attention for layer in prefill.runner.decoder.layers]
@@ -228,7 +228,7 @@ def test_slot_overwritten_during_copy_is_discarded(make_engine, cold, monkeypatc
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
     receiver = decode.workers._ours.transfers.peer.receiver
-    index = prefill.runner.page_sender._index
+    index = prefill.runner.senders.pages._index
     copy = receiver._copy
 
     def overwritten(job, run, ready):
@@ -321,7 +321,7 @@ def test_last_token_of_a_prompt_in_a_whole_graph_sends_its_page(make_engine, col
     graphs = prefill.runner.graphs = OneTokenGraphs(prefill.runner)
     decode = make_engine("kv_consumer")
     run(prefill, [prompt], ONE)
-    assert graphs.num_replays == 1 and not prefill.runner.page_sender.is_sending
+    assert graphs.num_replays == 1 and not prefill.runner.senders.pages.is_sending
     tokens, cached = run(decode, [[*prompt, 3]])
     assert tokens == [cold([*prompt, 3])] and cached == [24]
 
@@ -348,7 +348,7 @@ def test_engine_exit_between_layers(at, make_engine, cold, monkeypatch):
     monkeypatch.setattr(peers, "SCAN_SECONDS", 0.01)
     prefill = make_engine("kv_producer")
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
-    sender = prefill.runner.page_sender
+    sender = prefill.runner.senders.pages
     send = sender._send
 
     def goes(batch, cache):
@@ -382,7 +382,7 @@ engine = Engine(EngineConfig(model=model, device="cpu", block_size=4, num_gpu_bl
     max_num_batched_tokens=64, kv_transfer_config=transfer))
 print("READY", flush=True)
 sys.stdin.readline()
-sender = engine.runner.page_sender
+sender = engine.runner.senders.pages
 send = sender._send
 def dies(batch, cache):
     if batch.num_sent == layers:
@@ -438,10 +438,10 @@ def test_files_that_are_not_an_index_are_ignored(make_engine, cold, tmp_path, ca
 
 def test_files_of_killed_engines_are_removed_by_the_next(make_engine, tmp_path):
     alive, killed = make_engine("kv_producer"), make_engine("kv_producer")
-    fcntl.flock(killed.runner.page_sender._index._file, fcntl.LOCK_UN)
+    fcntl.flock(killed.runner.senders.pages._index._file, fcntl.LOCK_UN)
     third = make_engine("kv_producer")
     left = {path.name.partition(".")[0] for path in (tmp_path / "peers").iterdir()}
-    assert left == {engine.runner.page_sender._index.facts.engine for engine in (alive, third)}
+    assert left == {engine.runner.senders.pages._index.facts.engine for engine in (alive, third)}
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_wrong_settings_are_refused(settings, message, make_engine):
 def test_half_written_index_entry_is_detected(make_engine):
     prefill = make_engine("kv_producer")
     run(prefill, [PROMPT], ONE)
-    index = prefill.runner.page_sender._index
+    index = prefill.runner.senders.pages._index
     opened = SlotIndex.open(index.path)
     assert opened.entry(0) is not None and opened.num_layers(0, 6, 1) == 4
     index.progress[3] -= 1
@@ -488,7 +488,7 @@ def test_on_a_gpu_inside_and_outside_of_graphs(eager, make_engine, docs_5m):
     assert tokens[0][:2] == wanted[0][:2]  # later ones may part: a chunk of 12 rounds differently
     caches = [engine.runner.caches for engine in (prefill, decode)]
     tables = [engine.scheduler.pool._pages for engine in (prefill, decode)]
-    shared = prefill.runner.page_sender._known.keys() & tables[0].keys() & tables[1].keys()
+    shared = prefill.runner.senders.pages._known.keys() & tables[0].keys() & tables[1].keys()
     assert len(shared) == 18
     for ours, theirs in zip(*caches, strict=True):
         for one, other in zip(ours.page_tensors, theirs.page_tensors, strict=True):

@@ -13,7 +13,7 @@ def tensors(heads: int, size: int) -> list[list[PageTensor]]:
     for rank in range(size):
         first, count = rank * heads // size, max(1, heads // size)
         made = {"layer": 0, "shape": [2, count, 3], "dtype": "float32", "item_bytes": 4}
-        found.append([PageTensor(**made, axis=1, first=first)])
+        found.append([PageTensor(**made, axis=1, ranges=[(first, first + count)])])
     return found
 
 
@@ -23,23 +23,23 @@ def tensors(heads: int, size: int) -> list[list[PageTensor]]:
 def test_each_rank_gets_its_heads(heads, theirs, ours):
     whole = torch.randn(2, heads, 3)
     peers = tensors(heads, theirs)
-    held = [whole.narrow(1, rank[0].first, rank[0].shape[1]) for rank in peers]
+    held = [whole.narrow(1, rank[0].ranges[0][0], rank[0].shape[1]) for rank in peers]
     for rank in tensors(heads, ours):
         got = torch.full((2, rank[0].shape[1], 3), torch.nan)
         for source in sources(rank, peers)[0]:
             part = held[source.rank].narrow(1, source.start, source.count)
             got.narrow(1, source.target, source.count).copy_(part)
-        assert torch.equal(got, whole.narrow(1, rank[0].first, rank[0].shape[1]))
+        assert torch.equal(got, whole.narrow(1, rank[0].ranges[0][0], rank[0].shape[1]))
 
 
 def test_latents_are_read_from_any_rank():
-    latent = PageTensor(layer=0, shape=[2, 9], dtype="uint8", item_bytes=1, axis=None, first=0)
+    latent = PageTensor(layer=0, shape=[2, 9], dtype="uint8", item_bytes=1, axis=None)
     (source,) = sources([latent], [[latent], [latent]])[0]
     assert (source.rank, source.start, source.count) == (0, 0, 1)
 
 
 def test_missing_heads_are_refused():
-    with pytest.raises(InputError, match="no rank of the other engine holds KV head 4"):
+    with pytest.raises(InputError, match="no rank of the other engine holds head 4"):
         sources(tensors(8, 1)[0], tensors(8, 2)[:1])
 
 

@@ -1,10 +1,14 @@
 """Peers of different --tensor-parallel-size."""
 
+import json
+
 import pytest
 import torch
 
+from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
 PROMPTS = [list(range(start, start + 41)) for start in (5, 105)]
@@ -37,7 +41,49 @@ def test_keys_of_indexers_are_not_divided(tiny_model, tmp_path):
     exchange_between_one_rank_and_two("peer", "cpu", tiny_model("minimax_m3"), tmp_path)
 
 
-def exchange_between_one_rank_and_two(connector, device, folder, tmp_path):
+DRAFTED = ["nemotron_h", "kimi_linear", "minimax", "jamba"]
+FAMILIES = ["qwen3_next", "granite_hybrid", "lfm2", "falcon_h1", "nemotron_h", "kimi_linear"]
+FAMILIES += ["ling_3", "minimax", "olmo_hybrid", "jamba"]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES)]
+)
+def test_states_are_divided(family, tiny_model, tmp_path, monkeypatch):
+    """Heads of states, and channels of queries, keys and values of convolutions."""
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    exchange_between_one_rank_and_two("peer", "cpu", tiny_model(family), tmp_path)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_states_pass_between_gpus(family, device, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    exchange_between_one_rank_and_two("peer", device, tiny_model(family), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in DRAFTED)],
+)
+def test_kept_inputs_of_rows_are_divided(family, tiny_model, tmp_path, monkeypatch):
+    """Chunks are so short that the states lack their rows, whose inputs are sent."""
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    settings = {"speculative_config": json.dumps(drafts), "max_num_batched_tokens": 6}
+    settings |= {"max_num_seqs": 2}
+    exchange_between_one_rank_and_two("peer", "cpu", tiny_model(family), tmp_path, **settings)
+
+
+def test_heads_of_mtp_layer_are_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_snapshots, "MIN_GAIN", 4)
+    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_next", 0.5)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"speculative_config": json.dumps(drafts)}
+    exchange_between_one_rank_and_two("peer", "cpu", folder, tmp_path / "peers", **settings)
+
+
+def exchange_between_one_rank_and_two(connector, device, folder, tmp_path, **others):
     """Each of two engines decodes a prompt that the other one has computed."""
     transfer = {
         "kv_connector": connector,
@@ -46,6 +92,7 @@ def exchange_between_one_rank_and_two(connector, device, folder, tmp_path):
     settings = {"device": device, "num_gpu_blocks_override": 64, "max_model_len": 256}
     settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_transfer_config": transfer}
     settings |= {"dtype": "float32" if device == "cpu" else "float16"}
+    settings |= others
     llms = [LLM(folder, tensor_parallel_size=size, **settings) for size in (1, 2)]
     try:
         for prompt, (first, second) in zip(PROMPTS, (llms, llms[::-1]), strict=True):
