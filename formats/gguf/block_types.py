@@ -83,7 +83,7 @@ BLOCK_TYPES: dict[int, BlockType] = {
 }
 BY_NAME = {row.name: row for row in BLOCK_TYPES.values()}
 READ_NAMES = tuple(row.name for row in BLOCK_TYPES.values() if row.decoded)
-REMEDY = "take another file of the model, such as Q4_K_M or Q8_0, or its safetensors"
+REMEDY = "use another file of the model, such as Q4_K_M or Q8_0, or its safetensors"
 
 
 def find_type(id: int, subject: str) -> BlockType:

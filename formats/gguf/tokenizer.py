@@ -16,7 +16,7 @@ from formats.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"  # SentencePiece's character for a space
 PREFIX = "tokenizer.ggml."
-REMEDY = "take the model's safetensors with its tokenizer.json"
+REMEDY = "use the model's safetensors with its tokenizer.json"
 # Tokens that end an answer in addition to eos_token_id. llama.cpp also knows them by their texts.
 END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),

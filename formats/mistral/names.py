@@ -96,7 +96,7 @@ class NameMap:
             raise CheckpointError(
                 f"tensor {name!r}",
                 "is in no model of this format that is supported",
-                "take the model's Hugging Face files",
+                "use the model's Hugging Face files",
             )
         return f"{own}.{_FIELDS.get(field, field)}"
 

@@ -109,7 +109,7 @@ def architecture_of_text(params: Mapping[str, Any]) -> str:
                 f"{PARAMS} moe",
                 "models with latent attention are supported only with experts, of which some are"
                 " shared",
-                "take a Hugging Face checkpoint of the model",
+                "use a Hugging Face checkpoint of the model",
             )
         return LATENT
     if moe:
@@ -122,11 +122,11 @@ def architecture_of_text(params: Mapping[str, Any]) -> str:
 def _text_config(params: Mapping[str, Any]) -> dict[str, Any]:
     kind = params.get("model_type", "transformer")
     if kind != "transformer":
-        raise _wrong("model_type", "transformer", kind, "take the model's Hugging Face files")
+        raise _wrong("model_type", "transformer", kind, "use the model's Hugging Face files")
     for key, words in _UNSUPPORTED.items():
         if params.get(key):
             problem = f"models with {words} are not supported in this format"
-            raise CheckpointError(f"{PARAMS} {key}", problem, "take the model's Hugging Face files")
+            raise CheckpointError(f"{PARAMS} {key}", problem, "use the model's Hugging Face files")
     if params.get("activation", "silu") != "silu":
         raise _wrong("activation", "silu", params["activation"])
     architecture = architecture_of_text(params)
@@ -185,7 +185,7 @@ def _plain_mixture(params: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{PARAMS} moe",
             "shared experts and dense layers are supported only with latent attention",
-            "take a Hugging Face checkpoint of the model",
+            "use a Hugging Face checkpoint of the model",
         )
     return {
         "num_local_experts": _size(moe, "num_experts"),

@@ -82,5 +82,5 @@ def _unknown(stated: Any) -> CheckpointError:
     return CheckpointError(
         f"{PARAMS} quantization",
         f"expected qformat_weight {FLOAT8} or a compressed-tensors block, found {stated!r:.100}",
-        "take a float copy of the model",
+        "use a float copy of the model",
     )

@@ -65,10 +65,10 @@ class KvTransferConfig:
                 f"expected a JSON object, found {text!r:.200}",
                 f'for example {FLAG} \'{{"kv_connector": "folder", "kv_role": "kv_both"}}\'',
             )
-        if found.pop("kv_load_failure_policy", "recompute") != "recompute":
+        if (policy := found.pop("kv_load_failure_policy", "recompute")) != "recompute":
             raise InputError(
                 FLAG,
-                "kv_load_failure_policy: expected recompute",
+                f"kv_load_failure_policy: expected recompute, found {policy!r:.80}",
                 "remove it; pages that cannot be loaded are recomputed",
             )
         unknown = found.keys() - NAMES.keys() - IGNORED

@@ -235,7 +235,7 @@ def test_concurrent_fetches_download_each_file_once(hub):
     ("fault", "words"),
     [
         ({"num_cuts": 99}, "org/model: the download broke off: "),
-        ({"surplus": b"x"}, "org/model: cannot be fetched: Consistency check failed"),
+        ({"surplus": b"x"}, "org/model: cannot be downloaded: Consistency check failed"),
     ],
 )
 def test_damaged_downloads_are_rejected(hub, tmp_path, monkeypatch, fault, words):

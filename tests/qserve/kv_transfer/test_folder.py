@@ -182,7 +182,7 @@ def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
 REFUSED = {
     "no JSON": ("folder", "expected a JSON object"),
     "a list": ("[]", "expected a JSON object"),
-    "no connector": ("{}", "expected kv_connector"),
+    "no connector": ("{}", "kv_connector: expected folder"),
     "unknown key": ('{"kv_connector": "folder", "kv_port": 1}', "kv_port"),
     "role": ('{"kv_connector": "folder", "kv_role": "both"}', "kv_role: expected one of"),
     "policy": ('{"kv_connector": "folder", "kv_load_failure_policy": "fail"}', "recompute"),
