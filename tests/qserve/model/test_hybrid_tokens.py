@@ -289,7 +289,6 @@ def test_pages_hold_only_attention_layers(hybrid):
 
 
 LIMITS = [
-    ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
     ({"enable_lora": True}, "enable-lora"),
     ({"cpu_kv_cache_memory": 1e-5}, "cpu-kv-cache-memory.*do not hold the states.*max-num-seqs"),
 ]

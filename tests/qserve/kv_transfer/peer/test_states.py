@@ -345,3 +345,16 @@ def test_other_drafters_are_refused(make_engine, tmp_path, docs_5m):  # noqa: F8
     drafts = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
     with pytest.raises(InputError, match="sends the KV pages of no drafter but mtp"):
         make_engine("kv_both", speculative_config=json.dumps(drafts))
+
+
+def test_states_get_half_of_buffer(make):
+    engine = make("kv_both", extra={"buffer_gb": 0.004})
+    transfers = engine.workers._ours.transfers
+    half = int(0.002 * 2**30)
+    for each, size in (
+        (transfers.peer, engine.runner.bytes_per_page),
+        (transfers.peer_states, engine.runner.bytes_per_state),
+    ):
+        assert each.num_slots == half // size
+    with pytest.raises(InputError, match="buffer_gb: expected at least .*, for"):
+        make("kv_both", extra={"buffer_gb": 1e-5})
