@@ -19,6 +19,7 @@ from formats.names import SchemeName
 from formats.numerics import affine
 from formats.scheme import Scheme, fitting_group_size
 from qkernels import ops
+from qkernels.autocast import autocast_input, is_autocast, no_autocast
 from qkernels.checks import check_numbers
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan
@@ -33,9 +34,12 @@ from qkernels.stored_form import (
     decode,
     empty_tensors,
     encode,
+    is_empty,
     stored_layout,
     stored_names,
 )
+
+CODES = "packed codes or indices"  # in errors
 
 
 class QuantLinear(nn.Module):
@@ -50,15 +54,20 @@ class QuantLinear(nn.Module):
         out_features: int,
         scheme: SchemeName | str | Scheme,
         bias: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
-        """Create an empty layer; `load_state_dict` fills it."""
+        """Create an empty layer; `load_state_dict` fills it.
+
+        `device` None: torch's default device, as for nn.Linear. A layer on the meta device needs
+        `load_state_dict(..., assign=True)`.
+        """
         self._start(in_features, out_features, Scheme.parse(scheme))
         check_storable(self.scheme, "QuantLinear")
         _check_shape(self.scheme, "QuantLinear", out_features, in_features)
-        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
+        for name, tensor in self._empty_tensors(device).items():
             setattr(self, name, tensor)
         if bias:
-            self.bias = torch.zeros(out_features, dtype=torch.float16)
+            self.bias = torch.zeros(out_features, dtype=torch.float16, device=device)
 
     def _start(self, in_features: int, out_features: int, scheme: Scheme) -> None:
         """Initialize a layer without tensors."""
@@ -99,7 +108,8 @@ class QuantLinear(nn.Module):
         check_storable(scheme, name)
         if weight_NK.ndim == 2:
             _check_shape(scheme, name, *weight_NK.shape)
-        packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
+        with no_autocast(weight_NK):
+            packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
     @classmethod
@@ -161,12 +171,10 @@ class QuantLinear(nn.Module):
         packed.check()
         if bias is not None:
             _check_bias(bias, packed.out_features)
-        layer = cls(
-            packed.in_features,
-            packed.out_features,
-            packed.scheme,
-            bias=bias is not None,
-        )
+        check_storable(packed.scheme, "QuantLinear")
+        _check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
+        layer = cls.__new__(cls)
+        layer._start(packed.in_features, packed.out_features, packed.scheme)
         for name, tensor in encode(packed).items():
             setattr(layer, name, tensor)
         if bias is not None:
@@ -209,7 +217,13 @@ class QuantLinear(nn.Module):
         that the weight was prepared for. With a plan, x must have the form `plan.input`, and the
         result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
         argument of ops.linear.
+
+        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first.
         """
+        if plan is None and isinstance(x, torch.Tensor) and is_autocast(x):
+            x = autocast_input(x)
+            with no_autocast(x):
+                return self.forward(x, plan, term, out)
         prepared = self._prepared
         if isinstance(x, torch.Tensor):
             if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
@@ -255,14 +269,20 @@ class QuantLinear(nn.Module):
         Raises CheckpointError if the layer is empty or damaged.
         """
         self._check_not_released()
-        if self.scales is not None and not self.scales.any():
+        tensors = {name: getattr(self, name) for name in stored_names(self.scheme)}
+        if any(tensor.is_meta for tensor in tensors.values()):
             raise CheckpointError(
                 "QuantLinear",
-                "is empty: all scales are zero",
+                "is on the meta device, without numbers",
+                "call load_state_dict(..., assign=True), or to_empty(device=...) before it",
+            )
+        if is_empty(tensors):
+            raise CheckpointError(
+                "QuantLinear",
+                "is empty: no scale is set",
                 "call load_state_dict, or make it with from_float or from_codes",
             )
-        names = stored_names(self.scheme)
-        return decode({name: getattr(self, name) for name in names}, self.scheme)
+        return decode(tensors, self.scheme)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dequantized weight [N, K] in `dtype`."""
@@ -290,8 +310,8 @@ class QuantLinear(nn.Module):
             f" scheme={self.scheme}, bias={self.bias is not None}, kernel={kernel}"
         )
 
-    def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return zeroed tensors with the shapes of this layer."""
+    def _empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        """Return tensors without numbers that have the shapes of this layer."""
         return empty_tensors(self.scheme, self.out_features, self.in_features, device)
 
     def _check_not_released(self) -> None:
@@ -326,18 +346,18 @@ class QuantLinear(nn.Module):
         self._prepared = self._prepared_bias = None
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """Return an error for each tensor of integers that is stored in another dtype.
+        """Return an error for each tensor that is stored in a dtype of another kind.
 
-        torch would convert it: packed codes that were cast to a float dtype are rounded.
+        torch would convert its numbers: packed codes that were cast to a float dtype are rounded,
+        and bytes of float8 numbers are taken for integers.
         """
         return [
             f"{prefix}{name}: expected {own.dtype}, found {stored.dtype} (store it without a"
-            " conversion: it holds packed codes or indices)"
+            f" conversion: it holds {'scales' if own.is_floating_point() else CODES})"
             for name in NAMES
             if (own := getattr(self, name, None)) is not None
-            and not own.is_floating_point()
             and (stored := state_dict.get(prefix + name)) is not None
-            and stored.is_floating_point()
+            and own.is_floating_point() != stored.is_floating_point()
         ]
 
     def _apply(

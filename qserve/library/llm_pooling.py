@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
 from qserve.library.prompts import PromptType, TokensPrompt, read_prompt, request_options_of
@@ -100,6 +101,7 @@ class Vectors:
         )
 
 
+@torch_defaults(dtype=False)
 def run(
     engine: LLMEngine,
     prompts: Sequence[PromptType],
