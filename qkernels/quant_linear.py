@@ -5,8 +5,9 @@ floats those of compressed-tensors (stored_form.py). The first forward makes the
 the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class QuantLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        # made by prepare(), dropped whenever the buffers change
+        # made by prepare() from these tensors; made again if they change
         self._prepared: PreparedWeight | None = None
+        self._prepared_from: tuple[tuple[torch.Tensor, int], ...] = ()
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
         for name in (*NAMES, "bias"):
@@ -226,7 +228,11 @@ class QuantLinear(nn.Module):
                 return self.forward(x, plan, term, out)
         prepared = self._prepared
         if isinstance(x, torch.Tensor):
-            if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+            if (
+                prepared is None
+                or (prepared.dtype, prepared.device) != (x.dtype, x.device)
+                or not (self._released or self._is_current())
+            ):
                 prepared = self.prepare(x.dtype, x.device)._prepared
         elif prepared is None or hasattr(x, "__array__"):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
@@ -245,7 +251,9 @@ class QuantLinear(nn.Module):
 
         `kernel` requests a kernel by name, or forbids some (ops.prepare_weight). Without this call,
         the first forward prepares the layer, which a CUDA graph capture does not allow. On CUDA the
-        call waits for the copy, so that forwards on any stream may follow.
+        call waits for the copy, so that forwards on any stream may follow. A forward after a change
+        of the stored tensors prepares the layer again. Call `prepare` yourself after changes that
+        torch does not count: those through `.data`, and of tensors made in inference mode.
 
         `release` frees the stored tensors afterwards. Then the layer can only run: state_dict,
         packed and dequantize raise KernelError.
@@ -253,15 +261,32 @@ class QuantLinear(nn.Module):
         # a later forward that needs x's gradient could not use tensors made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
-            if self.bias is not None:
-                self._prepared_bias = self.bias.to(self._prepared.device, dtype)
+            self._prepared_from = tuple(self._versions())
+            own = self.bias
+            self._prepared_bias = None if own is None else own.to(self._prepared.device, dtype)
         if self._prepared.device.type == "cuda":
             torch.cuda.current_stream(self._prepared.device).synchronize()
         if release:
             self._released = True
+            self._prepared_from = ()
             for name in NAMES:
                 setattr(self, name, None)
         return self
+
+    def _drop_prepared(self) -> None:
+        self._prepared = self._prepared_bias = None
+        self._prepared_from = ()
+
+    def _versions(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the stored tensors and the numbers of their changes in place."""
+        for tensor in self._buffers.values():
+            if tensor is not None:
+                yield tensor, 0 if tensor.is_inference() else tensor._version
+
+    def _is_current(self) -> bool:
+        """Return True if no stored tensor has changed since `prepare`."""
+        pairs = zip_longest(self._prepared_from, self._versions(), fillvalue=(None, 0))
+        return all(old is new and before == now for (old, before), (new, now) in pairs)
 
     def packed(self) -> StoredWeight:
         """Return the weight in memory form.
@@ -343,7 +368,7 @@ class QuantLinear(nn.Module):
             if own is not None and stored is not None and own.dtype != stored.dtype:
                 setattr(self, name, own.to(stored.dtype))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._prepared = self._prepared_bias = None
+        self._drop_prepared()
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Return an error for each tensor that is stored in a dtype of another kind.
@@ -379,13 +404,14 @@ class QuantLinear(nn.Module):
             if self._prepared_bias is not None:
                 self._prepared_bias = self._prepared_bias.to(device)
         else:
-            self._prepared = self._prepared_bias = None
+            self._drop_prepared()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the kernel's copy out of copies and pickles, unless it is the only copy."""
         state = super().__getstate__()
-        return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}
+        made = {"_prepared": None, "_prepared_from": (), "_prepared_bias": None}
+        return state if self._released else {**state, **made}
 
 
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:
