@@ -32,6 +32,7 @@ from formats.gguf.writing.container_writer import check_file_is_free
 from formats.gguf.writing.export import check_exports, export_gguf, family_of
 from formats.hub.fetch import local_path
 from formats.inspection.inspect import inspect_checkpoint
+from formats.numerics.torch_state import torch_defaults
 from formats.plan import fits
 from formats.rules import exact_patterns
 from formats.scheme import K_BLOCK, Scheme
@@ -59,6 +60,7 @@ class _Types:
     notes: tuple[str, ...]  # warnings about linears that got a fallback type
 
 
+@torch_defaults()
 def quantize_to_gguf(
     source: str | Path,
     target: str | Path,

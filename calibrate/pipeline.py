@@ -25,25 +25,27 @@ from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationDat
 from calibrate.texts.image_windows import ChatReader
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES
 from formats.files.model_writer import min_bytes, open_writer
-from formats.names import FormatName, RecipeName
+from formats.names import FormatName, RecipeName, SchemeName
+from formats.numerics.torch_state import torch_defaults
 from formats.scheme import Scheme
 
 
+@torch_defaults()
 def quantize_checkpoint(
     source: str | Path,
     target: str | Path,
     *,
-    scheme: Scheme,
+    scheme: SchemeName | str | Scheme,
     recipe: RecipeName | str | Recipe = "rtn",
     output_format: FormatName | str | None = None,
     ignore: Sequence[str] = (),
-    overrides: Iterable[tuple[str, Scheme]] = (),
+    overrides: Iterable[tuple[str, SchemeName | str | Scheme]] = (),
     bits: float | None = None,
     pad: bool = False,
     fit_groups: bool | None = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
-    quantize_head: Scheme | None = None,
-    quantize_embedding: Scheme | None = None,
+    quantize_head: SchemeName | str | Scheme | None = None,
+    quantize_embedding: SchemeName | str | Scheme | None = None,
     kv_cache: str | None = None,
     kv_per_head: bool = False,
     act_order: bool = False,
@@ -112,16 +114,16 @@ def quantize_checkpoint(
         RunSettings(
             source=source,
             target=target,
-            scheme=scheme,
+            scheme=Scheme.parse(scheme),
             recipe=recipe,
             output_format=output_format,
             ignore=ignore,
-            overrides=overrides,
+            overrides=[(pattern, Scheme.parse(own)) for pattern, own in overrides],
             bits=bits,
             pad=pad,
             fit_groups=fit_groups,
-            quantize_head=quantize_head,
-            quantize_embedding=quantize_embedding,
+            quantize_head=_parsed(quantize_head),
+            quantize_embedding=_parsed(quantize_embedding),
             kv_cache=kv_cache,
             kv_per_head=kv_per_head,
             act_order=act_order,
@@ -172,3 +174,7 @@ def quantize_checkpoint(
         report = finish(run, model_tensors, stream, output, writer)
         journal.remove()
     return report
+
+
+def _parsed(scheme: str | Scheme | None) -> Scheme | None:
+    return None if scheme is None else Scheme.parse(scheme)

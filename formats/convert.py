@@ -34,6 +34,7 @@ from formats.layouts import (
     tensor_names,
     why_no_scheme,
 )
+from formats.numerics.torch_state import torch_defaults
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import count_text, names_text, size_text
@@ -63,6 +64,7 @@ class Conversion:
         )
 
 
+@torch_defaults()
 def convert_checkpoint(
     source: str | Path,
     target: str | Path,

@@ -19,6 +19,7 @@ from formats.files.side_files import find_side_files
 from formats.files.tensor_entry import TensorEntry
 from formats.float_view import DecodedEntry, rounded
 from formats.names import FLOAT_DTYPES
+from formats.numerics.torch_state import torch_defaults
 from formats.table import count_text, size_text
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: today's, and the one before
@@ -44,6 +45,7 @@ class Dequantization:
         )
 
 
+@torch_defaults()
 def dequantize_checkpoint(
     source: str | Path,
     target: str | Path,

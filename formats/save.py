@@ -36,6 +36,7 @@ from formats.layouts import (
     find_layout,
     why_not,
 )
+from formats.numerics.torch_state import torch_defaults
 from formats.plan import ACT_ORDER_FORMAT, EXCEPTIONS_FORMAT
 from formats.quant_config import BLOCK, HEAD, QuantConfig
 from formats.rules import LAYER_NUMBER, split_schemes
@@ -72,6 +73,7 @@ class Saved:
         return "\n".join(lines)
 
 
+@torch_defaults()
 def save_quantized(
     folder: str | Path,
     source_model: str | Path,

@@ -5,8 +5,9 @@ floats those of compressed-tensors (stored_form.py). The first forward makes the
 the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from formats.names import SchemeName
 from formats.numerics import affine
 from formats.scheme import Scheme, fitting_group_size
 from qkernels import ops
+from qkernels.autocast import autocast_input, is_autocast, no_autocast
 from qkernels.checks import check_numbers
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan
@@ -33,9 +35,12 @@ from qkernels.stored_form import (
     decode,
     empty_tensors,
     encode,
+    is_empty,
     stored_layout,
     stored_names,
 )
+
+CODES = "packed codes or indices"  # in errors
 
 
 class QuantLinear(nn.Module):
@@ -50,15 +55,20 @@ class QuantLinear(nn.Module):
         out_features: int,
         scheme: SchemeName | str | Scheme,
         bias: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
-        """Create an empty layer; `load_state_dict` fills it."""
+        """Create an empty layer; `load_state_dict` fills it.
+
+        `device` None: torch's default device, as for nn.Linear. A layer on the meta device needs
+        `load_state_dict(..., assign=True)`.
+        """
         self._start(in_features, out_features, Scheme.parse(scheme))
         check_storable(self.scheme, "QuantLinear")
         _check_shape(self.scheme, "QuantLinear", out_features, in_features)
-        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
+        for name, tensor in self._empty_tensors(device).items():
             setattr(self, name, tensor)
         if bias:
-            self.bias = torch.zeros(out_features, dtype=torch.float16)
+            self.bias = torch.zeros(out_features, dtype=torch.float16, device=device)
 
     def _start(self, in_features: int, out_features: int, scheme: Scheme) -> None:
         """Initialize a layer without tensors."""
@@ -66,8 +76,9 @@ class QuantLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        # made by prepare(), dropped whenever the buffers change
+        # made by prepare() from these tensors; made again if they change
         self._prepared: PreparedWeight | None = None
+        self._prepared_from: tuple[tuple[torch.Tensor, int], ...] = ()
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
         for name in (*NAMES, "bias"):
@@ -99,7 +110,8 @@ class QuantLinear(nn.Module):
         check_storable(scheme, name)
         if weight_NK.ndim == 2:
             _check_shape(scheme, name, *weight_NK.shape)
-        packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
+        with no_autocast(weight_NK):
+            packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
     @classmethod
@@ -161,12 +173,10 @@ class QuantLinear(nn.Module):
         packed.check()
         if bias is not None:
             _check_bias(bias, packed.out_features)
-        layer = cls(
-            packed.in_features,
-            packed.out_features,
-            packed.scheme,
-            bias=bias is not None,
-        )
+        check_storable(packed.scheme, "QuantLinear")
+        _check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
+        layer = cls.__new__(cls)
+        layer._start(packed.in_features, packed.out_features, packed.scheme)
         for name, tensor in encode(packed).items():
             setattr(layer, name, tensor)
         if bias is not None:
@@ -209,10 +219,20 @@ class QuantLinear(nn.Module):
         that the weight was prepared for. With a plan, x must have the form `plan.input`, and the
         result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
         argument of ops.linear.
+
+        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first.
         """
+        if plan is None and isinstance(x, torch.Tensor) and is_autocast(x):
+            x = autocast_input(x)
+            with no_autocast(x):
+                return self.forward(x, plan, term, out)
         prepared = self._prepared
         if isinstance(x, torch.Tensor):
-            if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+            if (
+                prepared is None
+                or (prepared.dtype, prepared.device) != (x.dtype, x.device)
+                or not (self._released or self._is_current())
+            ):
                 prepared = self.prepare(x.dtype, x.device)._prepared
         elif prepared is None or hasattr(x, "__array__"):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
@@ -231,7 +251,9 @@ class QuantLinear(nn.Module):
 
         `kernel` requests a kernel by name, or forbids some (ops.prepare_weight). Without this call,
         the first forward prepares the layer, which a CUDA graph capture does not allow. On CUDA the
-        call waits for the copy, so that forwards on any stream may follow.
+        call waits for the copy, so that forwards on any stream may follow. A forward after a change
+        of the stored tensors prepares the layer again. Call `prepare` yourself after changes that
+        torch does not count: those through `.data`, and of tensors made in inference mode.
 
         `release` frees the stored tensors afterwards. Then the layer can only run: state_dict,
         packed and dequantize raise KernelError.
@@ -239,15 +261,32 @@ class QuantLinear(nn.Module):
         # a later forward that needs x's gradient could not use tensors made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
-            if self.bias is not None:
-                self._prepared_bias = self.bias.to(self._prepared.device, dtype)
+            self._prepared_from = tuple(self._versions())
+            own = self.bias
+            self._prepared_bias = None if own is None else own.to(self._prepared.device, dtype)
         if self._prepared.device.type == "cuda":
             torch.cuda.current_stream(self._prepared.device).synchronize()
         if release:
             self._released = True
+            self._prepared_from = ()
             for name in NAMES:
                 setattr(self, name, None)
         return self
+
+    def _drop_prepared(self) -> None:
+        self._prepared = self._prepared_bias = None
+        self._prepared_from = ()
+
+    def _versions(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the stored tensors and the numbers of their changes in place."""
+        for tensor in self._buffers.values():
+            if tensor is not None:
+                yield tensor, 0 if tensor.is_inference() else tensor._version
+
+    def _is_current(self) -> bool:
+        """Return True if no stored tensor has changed since `prepare`."""
+        pairs = zip_longest(self._prepared_from, self._versions(), fillvalue=(None, 0))
+        return all(old is new and before == now for (old, before), (new, now) in pairs)
 
     def packed(self) -> StoredWeight:
         """Return the weight in memory form.
@@ -255,14 +294,20 @@ class QuantLinear(nn.Module):
         Raises CheckpointError if the layer is empty or damaged.
         """
         self._check_not_released()
-        if self.scales is not None and not self.scales.any():
+        tensors = {name: getattr(self, name) for name in stored_names(self.scheme)}
+        if any(tensor.is_meta for tensor in tensors.values()):
             raise CheckpointError(
                 "QuantLinear",
-                "is empty: all scales are zero",
+                "is on the meta device, without numbers",
+                "call load_state_dict(..., assign=True), or to_empty(device=...) before it",
+            )
+        if is_empty(tensors):
+            raise CheckpointError(
+                "QuantLinear",
+                "is empty: no scale is set",
                 "call load_state_dict, or make it with from_float or from_codes",
             )
-        names = stored_names(self.scheme)
-        return decode({name: getattr(self, name) for name in names}, self.scheme)
+        return decode(tensors, self.scheme)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dequantized weight [N, K] in `dtype`."""
@@ -290,8 +335,8 @@ class QuantLinear(nn.Module):
             f" scheme={self.scheme}, bias={self.bias is not None}, kernel={kernel}"
         )
 
-    def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return zeroed tensors with the shapes of this layer."""
+    def _empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        """Return tensors without numbers that have the shapes of this layer."""
         return empty_tensors(self.scheme, self.out_features, self.in_features, device)
 
     def _check_not_released(self) -> None:
@@ -323,21 +368,21 @@ class QuantLinear(nn.Module):
             if own is not None and stored is not None and own.dtype != stored.dtype:
                 setattr(self, name, own.to(stored.dtype))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._prepared = self._prepared_bias = None
+        self._drop_prepared()
 
     def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """Return an error for each tensor of integers that is stored in another dtype.
+        """Return an error for each tensor that is stored in a dtype of another kind.
 
-        torch would convert it: packed codes that were cast to a float dtype are rounded.
+        torch would convert its numbers: packed codes that were cast to a float dtype are rounded,
+        and bytes of float8 numbers are taken for integers.
         """
         return [
             f"{prefix}{name}: expected {own.dtype}, found {stored.dtype} (store it without a"
-            " conversion: it holds packed codes or indices)"
+            f" conversion: it holds {'scales' if own.is_floating_point() else CODES})"
             for name in NAMES
             if (own := getattr(self, name, None)) is not None
-            and not own.is_floating_point()
             and (stored := state_dict.get(prefix + name)) is not None
-            and stored.is_floating_point()
+            and own.is_floating_point() != stored.is_floating_point()
         ]
 
     def _apply(
@@ -359,13 +404,14 @@ class QuantLinear(nn.Module):
             if self._prepared_bias is not None:
                 self._prepared_bias = self._prepared_bias.to(device)
         else:
-            self._prepared = self._prepared_bias = None
+            self._drop_prepared()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the kernel's copy out of copies and pickles, unless it is the only copy."""
         state = super().__getstate__()
-        return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}
+        made = {"_prepared": None, "_prepared_from": (), "_prepared_bias": None}
+        return state if self._released else {**state, **made}
 
 
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:

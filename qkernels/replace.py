@@ -10,6 +10,8 @@ from formats.errors import InputError, SchemeError
 from formats.layouts import Layout, why_not
 from formats.names import SchemeName
 from formats.plan import fits
+from formats.quant_config import QuantConfig
+from formats.rules import LAYER_NUMBER
 from formats.scheme import FIXED_SCHEMES, Scheme
 from qkernels.quant_linear import QuantLinear
 from qkernels.stored_form import check_storable, stored_layout
@@ -17,6 +19,8 @@ from qkernels.trainable_linear import TrainableQuantLinear
 
 HEAD = ("lm_head",)
 SHOWN = 5  # names in an error
+OTHER_INPUTS = ("vision_config", "audio_config")  # of models whose files have other names
+WRITER = "qserve-kit"
 
 
 def replace_linears(
@@ -37,6 +41,10 @@ def replace_linears(
 
     A head that is tied to the embedding gets its own codes if `ignore` does not match it. The
     embedding then stays in float, and `model.config.tie_word_embeddings` becomes False.
+
+    `model.config.quantization_config` then describes the tensors, so that `save_pretrained` of a
+    text model of transformers writes a checkpoint that servers load. It is not set if the layers'
+    format cannot state the scheme (w4a8), nor for experts in one tensor and models with images.
 
     With `trainable`, layers become TrainableQuantLinear, which rounds the same float parameters at
     each forward: nothing is copied or untied. It also takes schemes that QuantLinear cannot hold,
@@ -72,7 +80,30 @@ def replace_linears(
     for name, linear in linears.items():
         parent, _, local = name.rpartition(".")
         setattr(model.get_submodule(parent), local, made[linear])
+    if layout is not None:
+        _describe(model, layout)
     return list(linears)
+
+
+def _describe(model: nn.Module, layout: Layout) -> None:
+    """Set `quantization_config`, with which transformers writes config.json, where it is known."""
+    config = getattr(model, "config", None)
+    if (
+        not hasattr(config, "save_pretrained")
+        or getattr(config, "quantization_config", None) is not None
+        or any(hasattr(config, part) for part in OTHER_INPUTS)
+        # experts that transformers stores as one tensor have other names in its files
+        or any(each.ndim > 2 and LAYER_NUMBER.search(n) for n, each in model.named_parameters())
+    ):
+        return
+    schemes: dict[str, Scheme | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            schemes[name] = module.scheme
+        elif isinstance(module, nn.Linear) and LAYER_NUMBER.search(name):
+            schemes[name] = None
+    if all(each is None or layout.refuses(each) is None for each in schemes.values()):
+        config.quantization_config = QuantConfig.of_modules(layout.name, schemes, WRITER).to_dict()
 
 
 def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:

@@ -18,6 +18,7 @@ from formats.scheme import FP4_TYPES, Scheme, microscaled_inputs, w4a8_name
 FP4_NAMES = ("weight_packed", "weight_scale")
 GLOBAL_SCALE = "weight_global_scale"  # only NVFP4 has it
 NAMES = (*gptq.TENSOR_NAMES, *FP4_NAMES, GLOBAL_SCALE)  # all tensor names of both formats
+EMPTY_SCALES = {"mxfp4": 255, "nvfp4": 127}  # bytes of scales that are NaN
 
 StoredWeight = PackedWeight | Fp4Weight
 
@@ -57,16 +58,22 @@ def stored_names(scheme: Scheme) -> tuple[str, ...]:
     return FP4_NAMES if scheme.weight.type == "mxfp4" else (*FP4_NAMES, GLOBAL_SCALE)
 
 
-def empty_tensors(scheme: Scheme, N: int, K: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return zeroed tensors with the shapes of a layer with N outputs and K inputs."""
+def empty_tensors(
+    scheme: Scheme, N: int, K: int, device: torch.device | str | None
+) -> dict[str, torch.Tensor]:
+    """Return tensors with the shapes of a layer with N outputs and K inputs, without numbers.
+
+    Scales are 0, or NaN where 0 is a scale. `device` None: torch's default device.
+    """
     spec = scheme.weight
     G = spec.num_groups(K)
     if spec.type in FP4_TYPES:
-        scales = torch.zeros(N, G, dtype=torch.uint8, device=device)
+        empty = EMPTY_SCALES[spec.type]
+        scales = torch.full((N, G), empty, dtype=torch.uint8, device=device)
         tensors = {
             "weight_packed": torch.zeros(N, K // 2, dtype=torch.uint8, device=device),
             "weight_scale": scales.view(SCALE_DTYPES[spec.type]),
-            GLOBAL_SCALE: torch.ones(1, device=device),
+            GLOBAL_SCALE: torch.ones(1, dtype=torch.float32, device=device),
         }
         return {name: tensors[name] for name in stored_names(scheme)}
     return {
@@ -75,6 +82,15 @@ def empty_tensors(scheme: Scheme, N: int, K: int, device: torch.device) -> dict[
         "scales": torch.zeros(G, N, dtype=torch.float16, device=device),
         "g_idx": torch.arange(K, dtype=torch.int32, device=device) // spec.group_length(K),
     }
+
+
+def is_empty(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if the scales are those of `empty_tensors`."""
+    if "scales" in tensors:
+        return not tensors["scales"].any()
+    scales = tensors["weight_scale"]
+    kind = "mxfp4" if scales.dtype == torch.uint8 else "nvfp4"
+    return bool((scales.view(torch.uint8) == EMPTY_SCALES[kind]).all())
 
 
 def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:

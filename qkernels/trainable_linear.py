@@ -18,6 +18,7 @@ from formats.numerics.activation import quantize_input
 from formats.scheme import ActivationSpec, Scheme
 from formats.weight_digest import rounded
 from qkernels import ops
+from qkernels.autocast import autocast_input, no_autocast
 from qkernels.errors import KernelError
 from qkernels.linear.prepared import PreparedWeight
 
@@ -99,16 +100,14 @@ class TrainableQuantLinear(nn.Linear):
         if self._rounded is None or stamp != self._stamp:
             self._prepared = None
             # a later backward could not use tensors made in inference mode
-            with torch.inference_mode(False), torch.no_grad(), _no_autocast(weight_NK):
+            with torch.inference_mode(False), torch.no_grad(), no_autocast(weight_NK):
                 self._rounded = rounded(weight_NK.detach(), self.scheme, self._name)
             self._stamp = stamp
         return self._rounded
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W'^T + bias: x [..., K] to [..., N], in x's dtype or autocast's."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = autocast_input(x)
         weight = self.rounded_weight()
         prepared = self._prepared
         if prepared is None or (prepared.dtype, prepared.device) != (x.dtype, x.device):
@@ -141,7 +140,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.rounded, ctx.dtype = rounded, weight_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        with _no_autocast(x):
+        with no_autocast(x):
             return ops.linear(x, prepared, None if bias_N is None else bias_N.to(x.dtype))
 
     @staticmethod
@@ -149,7 +148,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        with _no_autocast(x):
+        with no_autocast(x):
             grad_MN = grad.reshape(-1, grad.shape[-1])
             if ctx.needs_input_grad[0]:
                 weight_NK = ctx.rounded.dequantize(x.dtype)
@@ -193,8 +192,3 @@ def _sum_of_bits(weight_NK: torch.Tensor) -> int:
     """
     words = weight_NK.detach().contiguous().view(BITS[weight_NK.element_size()])
     return int(words.sum(dtype=torch.int64))
-
-
-def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Disable autocast: exact integer sums and float32 scales must not run in its dtype."""
-    return torch.autocast(tensor.device.type, enabled=False)

@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.library import llm_beams, llm_pooling
@@ -272,7 +273,10 @@ class LLM(LLMControl, EngineOwner):
         """
         kind = llm_pooling.kind_of(pooling_task)
         found = self._pool(prompts, pooling_params, use_tqdm, kind, lora_request)
-        return [each.output(PoolingOutput(data=torch.tensor(each.values))) for each in found]
+        return [
+            each.output(PoolingOutput(data=torch.tensor(each.values, device="cpu")))
+            for each in found
+        ]
 
     def classify(
         self, prompts: PromptType | Sequence[PromptType], use_tqdm: bool = True
@@ -326,6 +330,7 @@ class LLM(LLMControl, EngineOwner):
             for first, second in pairs
         ]
 
+    @torch_defaults(dtype=False)
     def logits(self, token_ids: list[int], media: Sequence[MediaItem] = ()) -> torch.Tensor:
         """Return float32 logits [S, V] after each of S tokens. The engine must be idle.
 

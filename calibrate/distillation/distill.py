@@ -47,6 +47,7 @@ from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight
 from formats.layouts import decode_linear, layout_of
+from formats.numerics.torch_state import torch_defaults
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
@@ -79,6 +80,7 @@ class Distillation:
         return "\n".join(lines)
 
 
+@torch_defaults()
 def distill_checkpoint(
     source: str | Path,
     reference: str | Path,

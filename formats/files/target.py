@@ -1,5 +1,6 @@
 """Checks of the folder that a command will write, before its work. Needs no torch."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -27,10 +28,21 @@ def check_is_free(folder: str | Path) -> None:
         )
     if path.exists() and not path.is_dir():
         raise CheckpointError(str(path), "is not a folder", "give a new folder")
+    if _is_endless(path):
+        raise CheckpointError(str(path), "is a link that leads back to itself", "give a new folder")
     if path.resolve().is_mount():  # such as a volume of a container; a rename cannot replace it
         raise CheckpointError(
             str(path), "is a mount point, which cannot be replaced", f"give {path / 'model'}"
         )
+
+
+def _is_endless(path: Path) -> bool:
+    """Return True if a path is a loop of links."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def check_has_space(folder: str | Path, num_bytes: int) -> None:

@@ -59,12 +59,12 @@ class TensorEntry:
     def read(self) -> torch.Tensor:
         """Read the whole tensor from its file. Raises CheckpointError."""
         if not self.num_bytes:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         return self.read_bytes(0, self.num_bytes).view(self.dtype).reshape(self.shape)
 
     def read_bytes(self, start: int, stop: int) -> torch.Tensor:
         """Read bytes `start` to `stop` of the tensor's data. Raises CheckpointError."""
-        data = torch.empty(stop - start, dtype=torch.uint8)
+        data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset + start)

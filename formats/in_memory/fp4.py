@@ -289,8 +289,9 @@ def _groups(weight_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 def doubled(bytes_NB: torch.Tensor) -> torch.Tensor:
     """Unpack bytes to twice their numbers, low four bits first: int8 [N, 2 B]."""
-    table = torch.tensor([int(2 * x) for x in MAGNITUDES], dtype=torch.int8)
-    table = torch.cat([table, -table]).to(bytes_NB.device)
+    numbers = [int(2 * x) for x in MAGNITUDES]
+    numbers += [-number for number in numbers]
+    table = torch.tensor(numbers, dtype=torch.int8, device=bytes_NB.device)
     return table[torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1).int()]
 
 
@@ -305,7 +306,7 @@ def nearest_codes(places_NK: torch.Tensor) -> torch.Tensor:
 def nearest_numbers(places: torch.Tensor) -> torch.Tensor:
     """Return the nearest numbers of the format; ties go to even codes."""
     size = places.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0).to(size.dtype))
     return (size / step).round_().mul_(step).clamp_(max=LARGEST).copysign(places)
 
 

@@ -9,6 +9,7 @@ from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
+from formats.numerics.finite import check_matrix
 from formats.scheme import QuantSpec, Scheme
 
 Weight = PackedWeight | Fp8Weight | Fp4Weight | KWeight | DenseWeight
@@ -16,6 +17,7 @@ Weight = PackedWeight | Fp8Weight | Fp4Weight | KWeight | DenseWeight
 
 def round_to_nearest(weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight") -> Weight:
     """Quantize a float weight without calibration. Raises CheckpointError on NaN or infinity."""
+    check_matrix(name, weight_NK)
     form = Fp4Weight if is_fp4(spec) else Fp8Weight if spec.type == "float" else PackedWeight
     form = KWeight if is_k_quant(spec) else form
     return form.from_float(weight_NK, spec, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, RangeError, SchemeError
-from formats.numerics.finite import check_finite
+from formats.numerics.finite import check_finite, check_matrix
 from formats.numerics.multiples import nearest_multiples, units_of
 from formats.scheme import QuantSpec
 
@@ -85,12 +85,7 @@ def choose_scales(
     `name`, on NaN or infinity; RangeError if a group is too large for a scale or every group is too
     small.
     """
-    if weight_NK.ndim != 2 or not weight_NK.is_floating_point():
-        raise CheckpointError(
-            name,
-            f"expected a float weight [N, K], found {weight_NK.dtype} {list(weight_NK.shape)}",
-            "pass a 2-d tensor of floats",
-        )
+    check_matrix(name, weight_NK)
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
     if method not in SCALE_METHODS:

@@ -1,4 +1,4 @@
-"""check_finite: refuses tensors that contain NaN or infinity."""
+"""Checks of float weights before they are rounded."""
 
 import torch
 
@@ -22,3 +22,14 @@ def check_finite(name: str, tensor: torch.Tensor, remedy: str = REMEDY) -> None:
         f" {[int(index) for index in first]}",
         remedy,
     )
+
+
+def check_matrix(name: str, weight_NK: torch.Tensor) -> None:
+    """Raise CheckpointError unless the tensor is a float weight [N, K] with elements."""
+    shape = list(weight_NK.shape)
+    if weight_NK.ndim != 2 or not weight_NK.is_floating_point():
+        found = f"expected a float weight [N, K], found {weight_NK.dtype} {shape}"
+        remedy = "give the weight of a linear, as it is before it is quantized"
+        raise CheckpointError(name, found, remedy)
+    if not weight_NK.numel():
+        raise CheckpointError(name, f"is empty: {shape}", "leave this linear out")

@@ -97,14 +97,32 @@ def as_arguments(
                 f"{name}: expected one value, found {value!r:.100}",
                 "write one scalar after the colon",
             )
-        if any(isinstance(each, dict | list | bool) for each in values):
+        takes_text = _takes_text(known[name])
+        if any(isinstance(each, list | bool) or each is None for each in values) or (
+            not takes_text and any(isinstance(each, dict) for each in values)
+        ):
             raise InputError(
                 path,
-                f"{name}: expected a string or a number, found {value!r}",
-                "put other values in quotes",
+                f"{name}: expected a string or a number, found {value!r:.100}",
+                "put a string in quotes" if takes_text else "see --help",
             )
-        arguments += [f"--{name}={each}" for each in values]
+        arguments += [f"--{name}={_text(path, name, each)}" for each in values]
     return arguments
+
+
+def _takes_text(hint: Any) -> bool:
+    """Return True if a setting's type is a string, or a list of strings, with None or without."""
+    return hint is str or any(_takes_text(each) for each in typing.get_args(hint))
+
+
+def _text(path: str, name: str, value: Any) -> str:
+    """Return a value as a flag takes it: a mapping as JSON. Raises InputError."""
+    if not isinstance(value, dict):
+        return str(value)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(path, f"{name}: {one_line(error)}", "use JSON's types") from None
 
 
 def _parse(path: Path, text: str) -> Any:

@@ -15,6 +15,7 @@ from formats.errors import InputError, one_line
 from formats.files.folder_lock import is_still_named, lock
 
 Key = str | int
+FILE = "give a path of a file for the answers"  # a remedy
 
 
 class BatchAnswers:
@@ -23,9 +24,12 @@ class BatchAnswers:
     def __init__(self, target: Path, digest: str) -> None:
         """Open the file and read the keys of answers from an earlier run. Raises InputError."""
         if target.is_dir():  # first: "." has no name
-            raise InputError(str(target), "is a folder", "give a path of a file for the answers")
-        self.target = target
-        self.partial = target.with_name(f"{target.name}.{digest[:12]}.partial")
+            raise InputError(str(target), "is a folder", FILE)
+        # the output takes the place of what has its name: of a link's file, never of a device
+        if target.exists() and not target.is_file():
+            raise InputError(str(target), "is a pipe or a device", FILE)
+        self.target = Path(os.path.realpath(target))
+        self.partial = self.target.with_name(f"{self.target.name}.{digest[:12]}.partial")
         self.num_failed = 0
         try:
             self._file = _open_alone(self.partial)

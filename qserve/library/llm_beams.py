@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.errors import relayed_error
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.library.llm_engine import LLMEngine
@@ -13,6 +14,7 @@ from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.request_options import RequestOptions
 
 
+@torch_defaults(dtype=False)
 def run(
     engine: LLMEngine,
     prompts: Sequence[PromptType],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.engine.control.command_queue import CommandQueue, state_of
 from qserve.engine.control.commands import ABORT, AnyCommand, GetDigests, Outcome, Sleep, WakeUp
 from qserve.hub.local import weights_folder
@@ -126,6 +127,7 @@ class LLMControl:
     def _carry_out(self, command: AnyCommand) -> Outcome:
         return self._run_command(lambda queue: queue.add(0, command))
 
+    @torch_defaults(dtype=False)
     def _run_command(self, add: Callable[[CommandQueue], None]) -> Outcome:
         if self._control is None:
             self._control = CommandQueue(self.llm_engine.engine)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.start_phases import phase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 class LLMEngine:
     """A model and its running requests."""
 
+    @torch_defaults()
     def __init__(self, config: EngineConfig) -> None:
         """Load the model from its folder, or from the hub. Raises InputError."""
         if config.num_engines > 1:
@@ -59,6 +61,7 @@ class LLMEngine:
         """Load the model. The name is vLLM's; the constructor does the same."""
         return cls(engine_args)
 
+    @torch_defaults(dtype=False)
     def capture_graphs(self) -> None:
         """Capture all CUDA graphs now. Otherwise a step captures a graph when it first needs one.
 
@@ -76,6 +79,7 @@ class LLMEngine:
             self._tokenizer = Tokenizer(config.model, config.tokenizer)
         return self._tokenizer
 
+    @torch_defaults(dtype=False)
     def with_media(
         self, prompt: PromptType, ids: list[int]
     ) -> "tuple[list[int], tuple[MediaItem, ...]]":
@@ -85,6 +89,7 @@ class LLMEngine:
         """
         return self._media.prepare(prompt, ids, self.get_tokenizer)
 
+    @torch_defaults(dtype=False)
     def add_request(
         self,
         request_id: str,
@@ -155,6 +160,7 @@ class LLMEngine:
         if self._failure:
             raise EngineDeadError(self._failure)
 
+    @torch_defaults(dtype=False)
     def _step(self) -> list[OutputBuilder]:
         self.check_health()
         try:

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from formats.numerics.torch_state import torch_defaults
 from qserve.errors import LEAVE_OUT, relayed_error
 from qserve.hub.local import local_adapter
 from qserve.library.llm_engine import LLMEngine
@@ -101,6 +102,7 @@ class Vectors:
         )
 
 
+@torch_defaults(dtype=False)
 def run(
     engine: LLMEngine,
     prompts: Sequence[PromptType],

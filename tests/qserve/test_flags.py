@@ -336,12 +336,38 @@ def test_config_file_sets_flags(served, tmp_path, name, text):
     assert other_engine.enforce_eager
 
 
+def test_mapping_in_config_file_is_the_json_of_a_flag(served, tmp_path):
+    """As in vLLM's files; a person does not write JSON into YAML."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "speculative-config: {method: ngram, num_speculative_tokens: 2}\n"
+        "limit_mm_per_prompt:\n  image: 4\n"
+        "lora-modules:\n  - {name: sql, path: adapters/sql}\n  - b=adapters/b\n"
+        "enable-lora: true\n"
+    )
+    assert main(["serve", "m", "--config", str(path)]) == 0
+    ((_, engine, server, _),) = served
+    assert json.loads(engine.speculative_config) == {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+    }
+    assert [json.loads(engine.lora_modules[0])["path"], engine.lora_modules[1]] == [
+        "adapters/sql",
+        "b=adapters/b",
+    ]
+    assert json.loads(server.limit_mm_per_prompt) == {"image": 4}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("max_num_sequences: 5", ["max-num-sequences", "not a setting", "mean max-num-seqs?"]),
         ("enforce_eager: 1", ["enforce-eager", "true or false"]),
         ("port: {a: 1}", ["port", "a string or a number"]),
+        ("port: yes", ["port", "a string or a number"]),
+        ("dtype: on", ["dtype: expected a string", "put a string in quotes"]),
+        ("served-model-name: [a, no]", ["expected a string", "put a string in quotes"]),
+        ("speculative-config: {a: 2026-11-30}", ["speculative-config", "date", "JSON's types"]),
         ("port: [80, 81]", ["port: expected one value, found [80, 81]"]),
         ("port: [", ["cannot be read"]),
         ("- port", ["a mapping of flags"]),

@@ -72,6 +72,13 @@ def test_save_quantized_larger_than_free_space_is_refused_early(docs_5m, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
 
+def test_loop_of_links_as_target_is_refused(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(CheckpointError, match=r"a: is a link that leads back to itself"):
+        check_is_free(tmp_path / "a")
+
+
 def test_mount_point_as_target_is_refused_with_suggestion(tmp_path, monkeypatch):
     """A volume of a container; a rename cannot replace it."""
     volume, plain = tmp_path / "volume", tmp_path / "plain"

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,28 @@ def test_unusable_files_are_refused(tmp_path, docs_5m, monkeypatch):
         run_batch(engine, BatchConfig(input=str(path), output="."))
     with pytest.raises(InputError, match="No such file or directory"):
         run_batch(engine, BatchConfig(input=str(path), output=str(tmp_path / "no" / "out")))
+
+
+def test_output_that_is_a_device_or_pipe_is_refused(tmp_path, docs_5m):
+    """Renaming the answers to /dev/stdout would replace the device, if root runs the command."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link").symlink_to(pipe)
+    source = tmp_path / "in.jsonl"
+    source.write_text(count("r1"))
+    for output in (pipe, link, "/dev/null"):
+        with pytest.raises(InputError, match="is a pipe or a device"):
+            config = BatchConfig(input=str(source), output=str(output))
+            run_batch(EngineConfig(model=str(docs_5m)), config)
+    assert pipe.is_fifo() and link.is_symlink()
+
+
+def test_link_to_the_output_stays_a_link(batch, tmp_path):
+    """The answers belong to the disk that the link names."""
+    (disk := tmp_path / "disk").mkdir()
+    (disk / "answers").write_text("old")
+    (tmp_path / "out.jsonl").symlink_to(disk / "answers")
+    code, answers = batch(count("r1"))
+    assert (code, list(answers)) == (0, ["r1"])
+    assert (tmp_path / "out.jsonl").is_symlink()
+    assert "r1" in (disk / "answers").read_text()
+    assert not partials(tmp_path) and not partials(disk)
