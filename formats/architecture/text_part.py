@@ -37,6 +37,8 @@ _WINDOW, _WINDOW_LAYER = "sliding_window", "reference_sliding_attention"
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "Cosmos3ForConditionalGeneration",
+    "Cosmos3OmniForConditionalGeneration",
     "DeepseekOCR2ForCausalLM",
     "DeepseekOcr2ForConditionalGeneration",
     "DeepseekOCRForCausalLM",
@@ -93,6 +95,7 @@ WRAPPERS = (
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
+    "Cosmos3EdgeForConditionalGeneration",
     "Dots3NoteForCausalLM",
     "Dots3NoteForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
@@ -105,6 +108,7 @@ WRAPPERS = (
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
+    "cosmos3_edge_text": "arcee",
     "deepseek_ocr2_text": "deepseek",
     "dots3_note": "dots3_note_text",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
@@ -214,6 +218,7 @@ _DEFAULTS = {
     "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
     "qwen3_omni_moe_text": {"norm_topk_prob": True},
+    "cosmos3_edge_text": {"head_dim": 128, "num_key_value_heads": 8},
     "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
     "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from

@@ -19,6 +19,7 @@ from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import find_draft_layers
 from formats.architecture.stored_form.config import canonical_config
+from formats.architecture.stored_form.cosmos3 import reasoner_config, reasoner_entries
 from formats.architecture.stored_form.entries import canonical_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
@@ -172,6 +173,8 @@ def _in_canonical_form(
     Return the config in the canonical form, the dtypes of stored stacks of experts by name, and the
     canonical names by stored name ({}: they are the stored names).
     """
+    shards.entries = reasoner_entries(config, shards.entries)
+    config = reasoner_config(config)
     if has_text_part(config):
         shards.keep_text_part()
         config = text_config(config, shards.entries)

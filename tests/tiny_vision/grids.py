@@ -250,6 +250,7 @@ FAMILIES = {
     "qwen2_5_vl": QWEN_2_5_VL,
     "exaone4_5": EXAONE_4_5,
     "qwen3_vl": QWEN_3_VL,
+    "cosmos3": {**QWEN_3_VL, "config": "Cosmos3OmniConfig"},
     "qwen3_vl_moe": QWEN_3_VL_MOE,
     "glm4v": GLM_4V,
     "glm4v_moe": GLM_4V_MOE,

@@ -103,7 +103,7 @@ GRIDS: tuple[VisionFamily, ...] = (
             video="qwen3",
             prefixes=QWEN,
         )
-        for name in ("Qwen3VL", "Qwen3VLMoe")
+        for name in ("Qwen3VL", "Qwen3VLMoe", "Cosmos3", "Cosmos3Omni")
     ),
     *(
         VisionFamily(
