@@ -28,6 +28,7 @@ from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_
 from formats.architecture.experts import Experts
 from formats.architecture.family import EITHER_ORDER
 from formats.architecture.projection import Projection
+from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import ComputedEntry, TensorEntry
@@ -84,9 +85,34 @@ def split_experts(
     experts = experts_apart(config)
     if experts is None:
         return entries
+    if experts.always is not None:
+        entries = _split_always_active(config, experts, entries)
     if not experts.stacks:
         entries = _split_codes(config, entries)
     return _split_floats(config, experts, entries)
+
+
+def _split_always_active(
+    config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with the experts that every token uses after the others, one by one."""
+    first = config.get("n_routed_experts")
+    members = [(*experts.gate_up.members, *experts.down.members)[place] for place in range(3)]
+    places = {stack: place for place, stack in enumerate(experts.always.stacks)}
+    found = {}
+    for name, entry in entries.items():
+        prefix, stack = next(
+            ((name.removesuffix(each), each) for each in places if name.endswith(f".{each}")),
+            ("", ""),
+        )
+        if not stack or len(entry.shape) != 3 or not is_size(first):
+            found[name] = entry
+            continue
+        leaf = members[places[stack]][0].rpartition(".")[2]
+        for number in range(entry.shape[0]):
+            own = f"{prefix}{experts.stem}.{first + number}.{leaf}.weight"
+            found[own] = _rows(entry, own, number, 0, entry.shape[1])
+    return found
 
 
 def _split_codes(

@@ -46,6 +46,21 @@ class Router:
     # this tensor and hidden_size^-0.5. Empty: the router reads the experts' input.
     input_scale: str = ""
     expert_scale: str = ""  # tensor of the layer: a factor of each expert's routing weight
+    scale: str = ""  # tensor below the module: a factor of all routing weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysActive:
+    """Experts that every token uses and that the router weighs together with the chosen ones.
+
+    They follow the other experts: the number of experts (`num_experts`) includes them, the router's
+    weight has rows for them, and its correction has none.
+    """
+
+    count_key: str  # key of config.json: their number
+    # tensors below the layer with gate, up and down of all of them; the reader presents the linears
+    # of each expert
+    stacks: tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +83,7 @@ class Experts:
     down: Projection
     routing: Router
     shared: SharedExpert | None = None
+    always: AlwaysActive | None = None
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 there is a pair of tensors instead, not transposed.
     fused: bool = False
@@ -168,7 +184,10 @@ class Experts:
             shapes[self._below(self.routing.table)] = (("vocab_size",), ("num_experts_per_tok",))
         elif self.routing.correction:
             row = (("one",), E) if self.routing.correction_is_row else (E,)
+            row = row if self.always is None else (("n_routed_experts",),)
             shapes[self._below(self.routing.correction)] = row
+        if self.routing.scale:
+            shapes[self._below(self.routing.scale)] = (("one",),)
         if self.routing.input_scale:
             shapes[self.routing.input_scale] = (("hidden_size",),)
         if self.routing.expert_scale:

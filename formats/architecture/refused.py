@@ -42,10 +42,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "use Mistral Small 4 or a model of another family that `qserve families` lists",
     ),
     **dict.fromkeys(
-        (
-            *("InklingForCausalLM", "InklingForConditionalGeneration"),
-            *("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
-        ),
+        (*("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),),
         _INKLING,
     ),
 }

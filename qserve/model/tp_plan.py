@@ -362,6 +362,12 @@ def check_ranks(
         )
     if size == 1 or family.builder == BUILDER:  # fallback/division.py checks transformers' models
         return
+    if family.state_mixer is not None and family.state_mixer.out is None:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"does not divide the convolutions of {family.architecture}",
+            "use --pipeline-parallel-size or --data-parallel-size",
+        )
     _head_shards(config, size)
     sizes = config.sizes
     for number in range(config.num_layers):

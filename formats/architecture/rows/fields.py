@@ -62,6 +62,8 @@ class FamilyFields:
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     # Tensors of the layers of one type (`layer_types`) that stay in float, by name below the layer.
     kind_tensors: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
+    # Tensors of the layers with a dense feed-forward that stay in float, by name below the layer.
+    dense_tensors: Mapping[str, Shape] = field(default_factory=dict)
     # Tensors outside of layers that merge the streams of hidden states, by the name that the block
     # uses; empty: no hyper-connections.
     merge_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from formats.architecture.experts import SharedExpert
+from formats.architecture.rows.inkling import INKLING
 from formats.architecture.rows.parts import (
     HEAD_NORMS,
     NAMES,
@@ -101,6 +102,7 @@ HYBRIDS = (
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
     family_row("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
     family_row("Lfm3ForCausalLM", "LFM3", "lfm3", builder="hybrid.lfm2", **LFM3),
+    family_row("InklingForCausalLM", "Inkling (text)", "inkling_text", **INKLING),
     family_row(
         "GraniteMoeHybridForCausalLM",
         "Granite 4 (hybrid)",

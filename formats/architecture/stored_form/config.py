@@ -90,6 +90,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2": hybrids.lfm2,
     "lfm2_moe": hybrids.lfm2_moe,
     "lfm3": hybrids.lfm3,
+    "inkling_text": hybrids.inkling,
     "granitemoehybrid": hybrids.granite_hybrid,
     "falcon_h1": hybrids.mamba,
     "bamba": hybrids.mamba,
