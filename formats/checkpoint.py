@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
+from formats.architecture.published_names.cosmos3 import reasoner_config
+from formats.architecture.published_names.table import named_as_in_transformers
 from formats.architecture.stored_form.config import canonical_config
-from formats.architecture.stored_form.cosmos3 import reasoner_config, reasoner_entries
 from formats.architecture.stored_form.entries import canonical_entries, transposed_names
 from formats.architecture.stored_form.normalized_head import without_head_norm
 from formats.architecture.text_part import has_text_part, text_config, text_name
@@ -67,7 +68,8 @@ class CheckpointReader:
     Different files are presented in one form:
 
     - a vision-language model as its text model (text_part.py);
-    - a unified checkpoint of Cosmos3 as its Reasoner (stored_form/cosmos3.py);
+    - published names of some multimodal models as transformers' names, and a unified checkpoint of
+      Cosmos3 as its Reasoner (published_names/);
     - files of older families with today's keys and order of dims (stored_form/);
     - a model without a head under the names of the class with a head (bare_model.py);
     - experts under the names of the family's row (expert_names.py);
@@ -118,7 +120,7 @@ class CheckpointReader:
             self.gguf_summary = opened.summary
             return
         self.entries = self._stored_entries()
-        self.entries = reasoner_entries(self.config, self.entries)
+        self.entries = named_as_in_transformers(self.config, self.entries)
         self.config = self.whole_config = reasoner_config(self.config)
         if has_text_part(self.config):
             kept = {own: e for name, e in self.entries.items() if (own := text_name(name))}

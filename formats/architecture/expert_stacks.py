@@ -95,23 +95,27 @@ def split_experts(
 def _split_always_active(
     config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with the experts that every token uses after the others, one by one."""
-    first = config.get("n_routed_experts")
-    members = [(*experts.gate_up.members, *experts.down.members)[place] for place in range(3)]
-    places = {stack: place for place, stack in enumerate(experts.always.stacks)}
+    """Return the tensors with the experts that every token uses after the others, one by one.
+
+    Files have a stack of all of them, or their linears with numbers from 0.
+    """
+    first, always = config.get("n_routed_experts"), re.escape(experts.always.module)
+    leaves = [name.rpartition(".")[2] for name, _ in experts.gate_up.members]
+    leaves += [name.rpartition(".")[2] for name, _ in experts.down.members]
+    pattern = re.compile(
+        rf"(?P<prefix>.*\.){always}\.(?:(?P<number>\d{{1,9}})\.)?(?P<leaf>{'|'.join(leaves)})"
+        r"(?P<rest>\.weight)?"
+    )
     found = {}
     for name, entry in entries.items():
-        prefix, stack = next(
-            ((name.removesuffix(each), each) for each in places if name.endswith(f".{each}")),
-            ("", ""),
-        )
-        if not stack or len(entry.shape) != 3 or not is_size(first):
+        match = pattern.fullmatch(name)
+        is_stack = match is not None and not (match["number"] or match["rest"])
+        if match is None or not is_size(first) or (is_stack and len(entry.shape) != 3):
             found[name] = entry
             continue
-        leaf = members[places[stack]][0].rpartition(".")[2]
-        for number in range(entry.shape[0]):
-            own = f"{prefix}{experts.stem}.{first + number}.{leaf}.weight"
-            found[own] = _rows(entry, own, number, 0, entry.shape[1])
+        for number in range(entry.shape[0]) if is_stack else (int(match["number"] or 0),):
+            own = f"{match['prefix']}{experts.stem}.{first + number}.{match['leaf']}.weight"
+            found[own] = _rows(entry, own, number, 0, entry.shape[1]) if is_stack else entry
     return found
 
 

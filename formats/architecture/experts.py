@@ -58,9 +58,9 @@ class AlwaysActive:
     """
 
     count_key: str  # key of config.json: their number
-    # tensors below the layer with gate, up and down of all of them; the reader presents the linears
-    # of each expert
-    stacks: tuple[str, str, str]
+    # Module below the layer with a tensor for gate, up and down of all of them. The reader presents
+    # the linears of each expert.
+    module: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ WITH_OUTPUT_WINDOW = ("UnlimitedOCRForCausalLM", "UnlimitedOcrForConditionalGene
 # key that is added to the config: number of the output's tokens that queries attend to
 OUTPUT_WINDOW = "output_window"
 _WINDOW, _WINDOW_LAYER = "sliding_window", "reference_sliding_attention"
+_INKLING = "InklingForConditionalGeneration"  # files may leave out the model_type of its text part
 # architectures that contain a text model
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
@@ -99,6 +100,7 @@ WRAPPERS = (
     "Dots3NoteForCausalLM",
     "Dots3NoteForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
+    _INKLING,
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
@@ -153,6 +155,7 @@ _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
 _PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
+_PART_NAMES += ("audio",)
 _PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
@@ -373,6 +376,8 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
     if isinstance(thinker, dict):
         return thinker.get(TEXT_CONFIG)
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
+    if isinstance(text, dict) and architecture_of(config) == _INKLING:
+        return {"model_type": "inkling_text", **text}
     language = config.get(LANGUAGE_CONFIG)
     if text is None and isinstance(language, dict):
         return {"model_type": _DEEPSEEK, **language} if language.get("use_mla") is False else None

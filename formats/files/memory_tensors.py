@@ -13,7 +13,6 @@ import torch
 
 from formats.architecture.bare_model import bare_names
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form.cosmos3 import reasoner_entries
 from formats.architecture.stored_form.entries import canonical_entries
 from formats.architecture.stored_form.fused_qkv import rows_of_shards
 from formats.architecture.text_part import has_text_part, text_name
@@ -92,7 +91,6 @@ class MemoryTensors:
                     f"tensor {name}", f"expected a tensor, found {type(tensor).__name__}"
                 )
             entries[name] = MemoryTensor(name=name, tensor=tensor.detach())
-        entries = reasoner_entries(config, entries)
         if has_text_part(config):
             entries = {own: e for name, e in entries.items() if (own := text_name(name))}
         entries = canonical_entries(config, entries)

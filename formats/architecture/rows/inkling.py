@@ -98,7 +98,7 @@ INKLING: dict[str, Any] = {
         types_key="mlp_layer_types",
         always=AlwaysActive(
             count_key="n_shared_experts",
-            stacks=tuple(f"mlp.shared_experts.{name}" for name in NAMES),
+            module="mlp.shared_experts",
         ),
     ),
     "norms": (*norms_before("mlp"), *HEAD_NORMS),
@@ -106,5 +106,6 @@ INKLING: dict[str, Any] = {
     "logits_divisor_key": "logits_mup_width_multiplier",
     "window": "layer_types",
     "rope": "none",
-    "fixed": {"shared_expert_sink": True},
+    "draft_prefix": "model.mtp.",
+    "fixed": dict.fromkeys(("shared_expert_sink", "use_embed_norm", "use_sconv"), True),
 }

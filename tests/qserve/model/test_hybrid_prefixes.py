@@ -17,7 +17,7 @@ from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
-FAMILIES += ["ling_3"]
+FAMILIES += ["ling_3", "inkling"]
 FAMILIES += ["olmo_hybrid", "mamba", "falcon_mamba", "mamba2", "jamba"]
 WITHOUT_PAGES = ("mamba", "falcon_mamba", "mamba2")  # no layer has attention
 MODES = {
@@ -43,6 +43,7 @@ FEW = {
     ("olmo_hybrid", "pushed out", 1),
     ("mamba", "pushed out", 1),
     ("jamba", "chunked", 1),
+    ("inkling", "pushed out", 1),
 }
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)

@@ -28,11 +28,6 @@ _NAMES |= {".mlp.fc1.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
 Entry = TypeVar("Entry")
 
 
-def is_unified(config: Mapping[str, Any]) -> bool:
-    """Return True for the config.json of Cosmos3."""
-    return architecture_of(config) in (*OMNI, EDGE)
-
-
 def reasoner_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the Reasoner: Qwen3-VL's for Cosmos3 Nano and Super."""
     if architecture_of(config) not in OMNI:
@@ -62,10 +57,8 @@ def reasoner_name(name: str) -> str | None:
     return name
 
 
-def reasoner_entries(config: Mapping[str, Any], entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the Reasoner's tensors of Cosmos3; those of other models are unchanged."""
-    if not is_unified(config):
-        return entries
+def reasoner_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the Reasoner's tensors under transformers' names."""
     return {
         own: replace(entry, name=own)
         for name, entry in entries.items()
