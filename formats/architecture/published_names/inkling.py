@@ -46,7 +46,7 @@ _NAMES = {
     "mlp.experts.w2_weight": "mlp.experts.down_proj",
     "mlp.shared_experts.shared_w2_weight": "mlp.shared_experts.down_proj",
 }
-# matrix of alternating rows -> names of gate and up; "{e}" stands for the number of an expert
+# matrix of alternating rows -> names of gate and up; "{e}" is the number of an expert
 _ALTERNATING = {
     "mlp.w13_dn.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.experts.w13_weight": (

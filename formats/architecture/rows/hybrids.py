@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from formats.architecture.experts import SharedExpert
-from formats.architecture.rows.inkling import INKLING
 from formats.architecture.rows.parts import (
     HEAD_NORMS,
     NAMES,
@@ -16,6 +15,7 @@ from formats.architecture.rows.parts import (
     norms_before,
 )
 from formats.architecture.rows.usual import family_row
+from formats.architecture.states.inkling import INKLING
 from formats.architecture.states.kimi import KIMI_LINEAR
 from formats.architecture.states.lightning_ling import LING_2_6, RING_LINEAR
 from formats.architecture.states.ling import LING_3

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, architecture_of
-from formats.architecture.rows.inkling import FULL, WINDOW
 from formats.architecture.sizes import NOT_FINITE, is_size, layer_numbers
+from formats.architecture.states.inkling import FULL, WINDOW
 from formats.architecture.stored_form.latent import query_rank
 from formats.architecture.stored_form.own_code import bailing
 from formats.architecture.stored_form.parts import known_sizes

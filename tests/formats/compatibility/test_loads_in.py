@@ -54,6 +54,11 @@ CASES = {
         "w4a16-sym-g32",
         changes.config_of(architectures=["MiniMaxM3VLForCausalLM"]),
     ),
+    "always-active-experts": (
+        CT,
+        "w4a16-sym-g32",
+        changes.config_of(architectures=["InklingForCausalLM"], mlp_layer_types=["dense", "dense"]),
+    ),
     "gemma-experts": (CT, "w4a16-sym-g32", changes.gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", changes.hybrid_experts),
     "lacks-class": (

@@ -56,7 +56,7 @@ def with_stacks(folder):
     ("scheme", "recipe", "output_format"),
     [
         ("w4a16-sym-g32", "gptq", "compressed-tensors"),
-        pytest.param("w4a16-asym-g32", "awq", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("w4a16-asym-g32", "awq", "awq", marks=pytest.mark.exhaustive),
     ],
 )
 def test_quantized_tokens_equal_dequantized(source, tmp_path, scheme, recipe, output_format):

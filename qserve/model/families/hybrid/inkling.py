@@ -5,8 +5,8 @@ The family's row has the names, and the numbers of heads of layers with a window
 
 import torch
 
-from formats.architecture.rows.inkling import DENSE_FACTOR, PROFILES
 from formats.architecture.sizes import stated_size
+from formats.architecture.states.inkling import DENSE_FACTOR, PROFILES
 from formats.errors import config_error
 from qserve.model.blocks.states.convolved import ConvolvedLayer, RelativeAttention
 from qserve.model.decoder import Decoder
