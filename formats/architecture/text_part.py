@@ -54,7 +54,9 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "HCXVisionV2ForCausalLM",
     "HunYuanVLForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
@@ -65,6 +67,7 @@ WRAPPERS = (
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -80,6 +83,7 @@ WRAPPERS = (
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM",
+    "QianfanOCRForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -146,6 +150,8 @@ _PREFIXES = {
     "language_model.backbone.": _BACKBONE,
     f"{_THINKER}model.": "model.",
     f"{_THINKER}{_HEAD}": _HEAD,
+    "model.language_model.model.": "model.",  # HyperCLOVA X
+    "model.language_model.lm_head.": _HEAD,
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -155,7 +161,7 @@ _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
 _PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
-_PART_NAMES += ("audio",)
+_PART_NAMES += ("audio", "vision_projector")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {

@@ -190,7 +190,6 @@ def test_logits_equal_transformers(hybrid, name):
         ("ling_3", "w4a16-sym-g32", "gptq"),
         ("minimax", "w4a16-sym-g32", "compressed-tensors"),
         ("lfm3", "w4a16-sym-g32", "gptq"),
-        ("inkling", "w4a16-sym-g32", "compressed-tensors"),
         ("falcon_mamba", "w4a16-sym-g32", "compressed-tensors"),
         ("jamba", "w4a16-sym-g32", "gptq"),
         pytest.param("mamba", "w4a16-sym-g32", "awq", marks=pytest.mark.exhaustive),
