@@ -112,6 +112,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "baichuan": own_code.baichuan,
     "qwen": own_code.qwen,
     "bailing_moe": own_code.bailing,
+    "sarvam_moe": own_code.sarvam,
     "plamo2": own_code.plamo_2,
     "plamo3": own_code.plamo_3,
     "bloom": classics.bloom,
