@@ -22,10 +22,16 @@ class Router:
     # In transformers the router is a Linear, which counts as quantized unless the file lists it.
     is_linear: bool = False
     # Function of x @ weight. softmax_of_chosen: softmax over the chosen experts' logits only;
+    # sigmoid_of_chosen: experts are chosen by logits, to which the correction is added;
     # sparsemixer: softmax over the logits near each chosen one (qkernels/moe/routing.py).
-    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"] = (
-        "softmax"
-    )
+    scores: Literal[
+        "softmax",
+        "sigmoid",
+        "sqrtsoftplus",
+        "softmax_of_chosen",
+        "sigmoid_of_chosen",
+        "sparsemixer",
+    ] = "softmax"
     jitter_key: str = ""  # key of config.json: jitter of sparsemixer
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
     float32: bool = False  # x @ weight is computed in float32

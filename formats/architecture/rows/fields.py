@@ -148,6 +148,7 @@ class FamilyFields:
     config_keys: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the file
     left_out_prefix: str = ""  # prefix of tensor names that some files leave out
     other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
+    other_tensors: Mapping[str, str] = field(default_factory=dict)  # the same, below a layer
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]
     masks: tuple[str, ...] = ()  # tensors of a layer with masks or tables, which are computed here
     layer: str = "model.layers.{i}"
