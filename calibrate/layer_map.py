@@ -133,7 +133,9 @@ class LayerMap:
             biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)
             names = [name for name in names if name not in biases]
         if blocks.state:
-            names = (*names, *self.family.state_mixer.tensors(config))
+            names = (*names, *row.state_mixer.tensors(config))
+        if blocks.dense:
+            names = (*names, *row.dense_tensors)
         names = (*names, *row.tensors_of_kind(config, layer))
         if not self.has_experts(config, layer):
             return names

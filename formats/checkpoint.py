@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
+from formats.architecture.published_names.cosmos3 import reasoner_config
+from formats.architecture.published_names.table import named_as_in_transformers
 from formats.architecture.stored_form.config import canonical_config
 from formats.architecture.stored_form.entries import canonical_entries, transposed_names
 from formats.architecture.stored_form.normalized_head import without_head_norm
@@ -30,6 +32,7 @@ from formats.files.folder_lock import make_locked
 from formats.files.json_file import read_json
 from formats.files.model_path import (
     check_is_no_adapter,
+    is_file_inside,
     is_gguf_folder,
     is_mistral_folder,
     model_folder,
@@ -65,6 +68,8 @@ class CheckpointReader:
     Different files are presented in one form:
 
     - a vision-language model as its text model (text_part.py);
+    - published names of some multimodal models as transformers' names, and a unified checkpoint of
+      Cosmos3 as its Reasoner (published_names/);
     - files of older families with today's keys and order of dims (stored_form/);
     - a model without a head under the names of the class with a head (bare_model.py);
     - experts under the names of the family's row (expert_names.py);
@@ -115,6 +120,8 @@ class CheckpointReader:
             self.gguf_summary = opened.summary
             return
         self.entries = self._stored_entries()
+        self.entries = named_as_in_transformers(self.config, self.entries)
+        self.config = self.whole_config = reasoner_config(self.config)
         if has_text_part(self.config):
             kept = {own: e for name, e in self.entries.items() if (own := text_name(name))}
             self.config = text_config(self.config, kept)
@@ -194,10 +201,11 @@ class CheckpointReader:
             raise CheckpointError(str(index_path), "has no weight_map", DOWNLOAD_AGAIN)
         files: dict[str, set[str]] = {}
         for name, file_name in weight_map.items():
-            plain = isinstance(file_name, str) and Path(file_name).name == file_name
-            if not plain or file_name in ("", ".."):
+            if not is_file_inside(file_name):
                 raise CheckpointError(
-                    str(index_path), f"{file_name!r} is not a plain file name", DOWNLOAD_AGAIN
+                    str(index_path),
+                    f"{file_name!r} is not the name of a file in the folder",
+                    DOWNLOAD_AGAIN,
                 )
             files.setdefault(file_name, set()).add(name)
         return files

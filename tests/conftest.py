@@ -309,6 +309,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
         scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
+        scales += ("global_scale",)
         if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
         if "_hc." in name or "hc_head." in name:  # scales and offsets of hyper-connections
@@ -321,7 +322,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         if name.endswith("tid2eid"):  # distinct experts of each token
             count, chosen = config.n_routed_experts, buffer.shape[1]
             buffer.copy_(torch.rand(len(buffer), count).argsort(1)[:, :chosen])
-    if config.tie_word_embeddings and "Qwen" not in config_class:
+    if getattr(config, "tie_word_embeddings", False) and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():
             model.get_input_embeddings().weight.div_(16)

@@ -21,6 +21,7 @@ from calibrate.calibration.adapter import put_beside
 from calibrate.calibration.carried import carried_of
 from calibrate.calibration.modules import (
     MEDIA_MIXTURES,
+    AlwaysActive,
     Experts,
     ScaledMixture,
     with_gate_and_up,
@@ -49,6 +50,7 @@ ROTARY_CLASSES = {
     **{"llama": "StableLmForCausalLM", "gemma3_text": "Gemma3ForCausalLM"},
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+WINDOWS = ("sliding_attention", "hybrid_sliding")  # types of layers; the second is Inkling's
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
@@ -176,6 +178,8 @@ class LayerRunner:
                 own = own if experts.module else ""  # the layer itself
                 mixture = module.get_submodule(own)
                 mixture.experts = self._experts(mixture, layer, all_experts)
+                if experts.always is not None:
+                    AlwaysActive(mixture).replace()
                 if experts.scaled_inputs:
                     mixture = ScaledMixture(mixture)
                     setattr(module, own, mixture)
@@ -478,7 +482,7 @@ class LayerRunner:
 
     def _mask(self, length: int, kind: str) -> torch.Tensor | None:
         """Return the additive attention mask [1, 1, S, S], or None for plain causal attention."""
-        has_window = kind == "sliding_attention" or self.layer_map.family.rope_keys
+        has_window = kind in WINDOWS or self.layer_map.family.rope_keys
         window = self.config.sliding_window if has_window else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
         selects = self.layer_map.family.indexer is not None  # an indexer reads the mask

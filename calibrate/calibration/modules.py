@@ -152,6 +152,28 @@ class Experts(nn.ModuleList):
         return self.activation(gate).clamp(max=self.limit) * up
 
 
+class AlwaysActive:
+    """Inkling's shared experts: the last of a mixture's experts, which every token uses."""
+
+    def __init__(self, mixture: nn.Module) -> None:
+        """`mixture`: transformers' module with `Experts` in it."""
+        self.mixture = mixture
+
+    def replace(self) -> None:
+        """Put this object in the place of the mixture's module."""
+        self.mixture.__delattr__("shared_experts")
+        # not a module, so that the state has each expert once
+        object.__setattr__(self.mixture, "shared_experts", self)
+
+    def __call__(self, hidden_BSD: torch.Tensor, gammas: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the experts' outputs. `gammas`: weights of each expert."""
+        hidden_TD, experts = hidden_BSD.flatten(0, -2), self.mixture.experts
+        share_TC = gammas.reshape(len(hidden_TD), -1)
+        first = experts.count - share_TC.shape[1]
+        numbers_C = torch.arange(first, experts.count, device=hidden_TD.device)
+        return experts(hidden_TD, numbers_C.expand_as(share_TC), share_TC).view_as(hidden_BSD)
+
+
 class ScaledMixture(nn.Module):
     """Llama 4's mixture of experts: a token's only expert reads input times routing weight."""
 

@@ -28,6 +28,7 @@ from formats.architecture.expert_names import LEAVES, MODULES, STACKED, separate
 from formats.architecture.experts import Experts
 from formats.architecture.family import EITHER_ORDER
 from formats.architecture.projection import Projection
+from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import ComputedEntry, TensorEntry
@@ -84,9 +85,38 @@ def split_experts(
     experts = separate_experts(config)
     if experts is None:
         return entries
+    if experts.always is not None:
+        entries = _split_always_active(config, experts, entries)
     if not experts.stacks:
         entries = _split_codes(config, entries)
     return _split_floats(config, experts, entries)
+
+
+def _split_always_active(
+    config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with the experts that every token uses after the others, one by one.
+
+    Files have a stack of all of them, or their linears with numbers from 0.
+    """
+    first, always = config.get("n_routed_experts"), re.escape(experts.always.module)
+    leaves = [name.rpartition(".")[2] for name, _ in experts.gate_up.members]
+    leaves += [name.rpartition(".")[2] for name, _ in experts.down.members]
+    pattern = re.compile(
+        rf"(?P<prefix>.*\.){always}\.(?:(?P<number>\d{{1,9}})\.)?(?P<leaf>{'|'.join(leaves)})"
+        r"(?P<rest>\.weight)?"
+    )
+    found = {}
+    for name, entry in entries.items():
+        match = pattern.fullmatch(name)
+        is_stack = match is not None and not (match["number"] or match["rest"])
+        if match is None or not is_size(first) or (is_stack and len(entry.shape) != 3):
+            found[name] = entry
+            continue
+        for number in range(entry.shape[0]) if is_stack else (int(match["number"] or 0),):
+            own = f"{match['prefix']}{experts.stem}.{first + number}.{match['leaf']}.weight"
+            found[own] = _rows(entry, own, number, 0, entry.shape[1]) if is_stack else entry
+    return found
 
 
 def _split_codes(

@@ -22,10 +22,16 @@ class Router:
     # In transformers the router is a Linear, which counts as quantized unless the file lists it.
     is_linear: bool = False
     # Function of x @ weight. softmax_of_chosen: softmax over the chosen experts' logits only;
+    # sigmoid_of_chosen: experts are chosen by logits, to which the correction is added;
     # sparsemixer: softmax over the logits near each chosen one (qkernels/moe/routing.py).
-    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"] = (
-        "softmax"
-    )
+    scores: Literal[
+        "softmax",
+        "sigmoid",
+        "sqrtsoftplus",
+        "softmax_of_chosen",
+        "sigmoid_of_chosen",
+        "sparsemixer",
+    ] = "softmax"
     jitter_key: str = ""  # key of config.json: jitter of sparsemixer
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
     float32: bool = False  # x @ weight is computed in float32
@@ -46,6 +52,21 @@ class Router:
     # this tensor and hidden_size^-0.5. Empty: the router reads the experts' input.
     input_scale: str = ""
     expert_scale: str = ""  # tensor of the layer: a factor of each expert's routing weight
+    scale: str = ""  # tensor below the module: a factor of all routing weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysActive:
+    """Experts that every token uses and that the router weighs together with the chosen ones.
+
+    They follow the other experts: the number of experts (`num_experts`) includes them, the router's
+    weight has rows for them, and its correction has none.
+    """
+
+    count_key: str  # key of config.json: their number
+    # Module below the layer with a tensor for gate, up and down of all of them. The reader presents
+    # the linears of each expert.
+    module: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +96,7 @@ class Experts:
     down: Projection
     routing: Router
     shared: SharedExpert | None = None
+    always: AlwaysActive | None = None
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 there is a pair of tensors instead, not transposed.
     fused: bool = False
@@ -175,7 +197,10 @@ class Experts:
             shapes[self._below(self.routing.table)] = (("vocab_size",), ("num_experts_per_tok",))
         elif self.routing.correction:
             row = (("one",), E) if self.routing.correction_is_row else (E,)
+            row = row if self.always is None else (("n_routed_experts",),)
             shapes[self._below(self.routing.correction)] = row
+        if self.routing.scale:
+            shapes[self._below(self.routing.scale)] = (("one",),)
         if self.routing.input_scale:
             shapes[self.routing.input_scale] = (("hidden_size",),)
         if self.routing.expert_scale:

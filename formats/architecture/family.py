@@ -281,7 +281,9 @@ class Family(FamilyFields):
                 shapes[f"{linear.name}.bias"] = (linear.outputs,)
         shapes |= self.of_layer(layer, config).norm_tensors(config, blocks)
         if blocks.state:
-            shapes |= self.state_mixer.tensors(config)
+            shapes |= self.of_layer(layer, config).state_mixer.tensors(config)
+        if blocks.dense:
+            shapes |= self.dense_tensors
         if self.indexer is not None and self.indexer.is_in(layer, config):
             shapes |= self.indexer.tensors
         if self.block_indexer is not None and self.block_indexer.is_in(layer, config):

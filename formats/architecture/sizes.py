@@ -20,6 +20,8 @@ _NUMBERS = (
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_heads", "linear_head_dim"),
     "conv_L_cache",
+    # Inkling's profiles of biases, and taps of its convolutions
+    *("d_rel", "rel_extent", "sliding_window", "conv_kernel_size", "n_routed_experts"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("mamba_channels", "mamba_dt_rank"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
@@ -195,6 +197,7 @@ def _sizes_by_kind(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
             *(("v", kv_heads, "v_head_dim"), ("o", heads, "v_head_dim")),
         ):
             found[f"{kind}_{name}"] = _product(sizes, count, dim)
+        found[f"{kind}_relative"] = _product(sizes, heads, "d_rel")
     return found
 
 

@@ -33,10 +33,13 @@ WITH_OUTPUT_WINDOW = ("UnlimitedOCRForCausalLM", "UnlimitedOcrForConditionalGene
 # key that is added to the config: number of the output's tokens that queries attend to
 OUTPUT_WINDOW = "output_window"
 _WINDOW, _WINDOW_LAYER = "sliding_window", "reference_sliding_attention"
+_INKLING = "InklingForConditionalGeneration"  # files may leave out the model_type of its text part
 # architectures that contain a text model
 WRAPPERS = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "Cosmos3ForConditionalGeneration",
+    "Cosmos3OmniForConditionalGeneration",
     "DeepseekOCR2ForCausalLM",
     "DeepseekOcr2ForConditionalGeneration",
     "DeepseekOCRForCausalLM",
@@ -51,7 +54,9 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "HCXVisionV2ForCausalLM",
     "HunYuanVLForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
@@ -62,6 +67,7 @@ WRAPPERS = (
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -77,6 +83,7 @@ WRAPPERS = (
     "PaliGemmaForConditionalGeneration",
     "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM",
+    "QianfanOCRForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -93,9 +100,11 @@ WRAPPERS = (
     *WITH_OUTPUT_WINDOW,
     "VipLlavaForConditionalGeneration",
     # served as text models only
+    "Cosmos3EdgeForConditionalGeneration",
     "Dots3NoteForCausalLM",
     "Dots3NoteForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
+    _INKLING,
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
@@ -105,6 +114,7 @@ WRAPPERS = (
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
 _SAME_LAYERS = {
+    "cosmos3_edge_text": "arcee",
     "deepseek_ocr2_text": "deepseek",
     "dots3_note": "dots3_note_text",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe_text",
@@ -140,6 +150,8 @@ _PREFIXES = {
     "language_model.backbone.": _BACKBONE,
     f"{_THINKER}model.": "model.",
     f"{_THINKER}{_HEAD}": _HEAD,
+    "model.language_model.model.": "model.",  # HyperCLOVA X
+    "model.language_model.lm_head.": _HEAD,
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -149,6 +161,7 @@ _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower
 _PART_NAMES += ("vit_large_projector", "vision_encoder", "vision_projection")
 _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_series")
 _PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
+_PART_NAMES += ("audio", "vision_projector")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
@@ -214,6 +227,7 @@ _DEFAULTS = {
     "glm_ocr_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
     "qwen3_omni_moe_text": {"norm_topk_prob": True},
+    "cosmos3_edge_text": {"head_dim": 128, "num_key_value_heads": 8},
     "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
     "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from
@@ -368,6 +382,8 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
     if isinstance(thinker, dict):
         return thinker.get(TEXT_CONFIG)
     text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
+    if isinstance(text, dict) and architecture_of(config) == _INKLING:
+        return {"model_type": "inkling_text", **text}
     language = config.get(LANGUAGE_CONFIG)
     if text is None and isinstance(language, dict):
         return {"model_type": _DEEPSEEK, **language} if language.get("use_mla") is False else None

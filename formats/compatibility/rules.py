@@ -263,6 +263,16 @@ RULES: tuple[Rule, ...] = (
         "transformers 5.23.0 and compressed-tensors, run on minimax_m3_vl",
     ),
     row(
+        "always-active-experts",
+        OTHERS,
+        "no",
+        when(
+            lambda f: f.architecture == "InklingForCausalLM" and f.config is not None,
+            "looks for a tensor of all shared experts, which are linears here",
+        ),
+        "transformers/models/inkling/modeling_inkling.py InklingSharedExperts; not run elsewhere",
+    ),
+    row(
         "gemma-experts",
         TRANSFORMERS,
         "no",

@@ -5,7 +5,7 @@ Imports a reader only for such a model.
 
 import json
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from formats.errors import CheckpointError
 
@@ -77,6 +77,14 @@ def check_is_no_adapter(folder: Path) -> None:
             "serve it with its model: qserve serve MODEL --enable-lora --lora-modules"
             f" NAME={folder}; or add it to the weights: qserve merge MODEL {folder} -o OUTPUT",
         )
+
+
+def is_file_inside(name: object) -> bool:
+    """Return True for a relative path of a file inside a folder, as an index may list it."""
+    if not isinstance(name, str) or "\\" in name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.name) and str(path) == name and not {"/", ".."} & set(path.parts)
 
 
 def is_foreign(path: str | Path) -> bool:

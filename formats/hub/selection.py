@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from formats.errors import CheckpointError, InputError
+from formats.files.model_path import is_file_inside
 from formats.files.side_files import CHANNEL_FACTORS
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -96,8 +97,7 @@ def indexed_files(index: Mapping[str, object], source: str) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(source, f"{INDEX} has no weight_map", "choose another model")
     for name in weight_map.values():
-        is_plain = isinstance(name, str) and PurePosixPath(name).name == name
-        if not is_plain or name == ".." or "\\" in name or not name.endswith(".safetensors"):
+        if not is_file_inside(name) or not name.endswith(".safetensors"):
             raise CheckpointError(
                 source,
                 f"{INDEX} names {name!r:.100}, which is not a safetensors file of its folder",

@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from formats.architecture.text_part import text_name
 from formats.checkpoint import CONFIG, INDEX, SINGLE, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError
-from formats.files.model_path import is_gguf_folder, is_mistral_folder, origin
+from formats.files.model_path import (
+    is_file_inside,
+    is_gguf_folder,
+    is_mistral_folder,
+    origin,
+)
 from formats.files.side_files import TOKENIZER_FILES
 from formats.files.tensor_entry import StatedShape
 from formats.gguf.opened import open_gguf
@@ -137,8 +142,9 @@ def _read_index(folder: Path, findings: Findings) -> tuple[dict[str, str], int |
         return {}, None
     weight_map = {}
     for name, file_name in listed.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            findings.error(INDEX, f"{name}: {file_name!r} is not a plain file name", "fix it")
+        if not is_file_inside(file_name):
+            text = f"{name}: {file_name!r} is not the name of a file in the folder"
+            findings.error(INDEX, text, "fix it")
         else:
             weight_map[name] = file_name
     metadata = index.get("metadata")

@@ -18,6 +18,8 @@ from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import find_draft_layers
+from formats.architecture.published_names.cosmos3 import reasoner_config
+from formats.architecture.published_names.table import named_as_in_transformers
 from formats.architecture.stored_form.config import canonical_config
 from formats.architecture.stored_form.entries import canonical_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
@@ -174,6 +176,8 @@ def _in_canonical_form(
     Return the config in the canonical form, the dtypes of stored stacks of experts by name, and the
     canonical names by stored name ({}: they are the stored names).
     """
+    shards.entries = named_as_in_transformers(config, shards.entries)
+    config = reasoner_config(config)
     if has_text_part(config):
         shards.keep_text_part()
         config = text_config(config, shards.entries)

@@ -72,7 +72,8 @@ def _why_not(
     if family is None:
         return "unknown: config.json names no architecture that is known here"
     sizes, mixer = family.sizes(config), family.state_mixer
-    state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
+    has_linears = mixer is not None and mixer.out is not None
+    state_end = f".{mixer.out.linears[0].name}" if has_linears else None
     # schemes of attention's output projections, by (heads, KV heads, inputs per head)
     attention: dict[tuple[int, int, int], set[Scheme | None]] = {}
     try:

@@ -50,6 +50,8 @@ def route(
     weights_Mk = scores_ME.gather(1, ids_Mk)
     if routing.scores == "softmax_of_chosen":
         weights_Mk = weights_Mk.softmax(-1)
+    elif routing.scores == "sigmoid_of_chosen":
+        weights_Mk = weights_Mk.sigmoid()
     elif routing.scores == "sparsemixer":
         weights_Mk = _sparsemixer(scores_ME, ids_Mk, routing.jitter)
     if routing.normalized:

@@ -23,12 +23,18 @@ class Routing:
     num_experts: int
     top_k: int
     # Scores from the router's logits. sqrtsoftplus: sqrt(log(1 + exp(x))). softmax_of_chosen:
-    # choose by logits, then take the softmax over the chosen ones. sparsemixer: choose by logits;
+    # choose by logits, then take the softmax over the chosen ones. sigmoid_of_chosen: choose by
+    # logits, then take the sigmoid of each chosen one. sparsemixer: choose by logits;
     # each routing weight comes from a softmax over the logits near the chosen one, without experts
     # chosen before it (arXiv 2409.12136).
-    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"] = (
-        "softmax"
-    )
+    scores: Literal[
+        "softmax",
+        "sigmoid",
+        "sqrtsoftplus",
+        "softmax_of_chosen",
+        "sigmoid_of_chosen",
+        "sparsemixer",
+    ] = "softmax"
     jitter: float = 0.0  # sparsemixer: near means within 2 jitter, relative to the larger magnitude
     normalized: bool = False  # divide the routing weights by their sum
     # Experts are divided into `num_groups` groups of equal size; only the `top_groups` best groups

@@ -384,6 +384,8 @@ def choose_experts(
     if RULE.scores == "softmax_of_chosen":
         exps = tl.exp(weights - tl.max(weights))
         weights = exps / tl.sum(exps)
+    elif RULE.scores == "sigmoid_of_chosen":
+        weights = 1 / (1 + tl.exp(-weights))
     elif RULE.scores == "sparsemixer":
         weights = _sparsemixer(logits, ids, weights, mask, e, j, RULE)
     weights = tl.where(j < TOP_K, weights, 0.0)

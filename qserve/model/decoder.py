@@ -59,6 +59,7 @@ class Decoder(torch.nn.Module):
         self.logits_cap = logits_cap
         self.streams: Streams | HyperStreams | None = None  # set by the builders of such families
         self.reads_tokens = False  # layers read token ids; set by the builders of such families
+        self.num_tokens: int | None = None  # later logits are of no tokens; None: all are
         self.no_graphs = ""  # reason why steps cannot run in CUDA graphs; set by builders
         self.classifier: Classifier | RankerHead | None = None  # set by the loader
         # name of a sharded linear -> this rank's shard; set by the loader
@@ -249,6 +250,8 @@ class Decoder(torch.nn.Module):
             logits_SV = logits_SV * self.logits_factor
         if self.logits_cap is not None:
             logits_SV = self.logits_cap * torch.tanh(logits_SV / self.logits_cap)
+        if self.num_tokens is not None:
+            logits_SV[:, self.num_tokens :] = float("-inf")
         return logits_SV
 
 

@@ -317,7 +317,8 @@ def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
     if kind == "all":
         return (window,) * config.num_hidden_layers
     if kind == "layer_types":
-        return tuple(window if t == "sliding_attention" else None for t in config.layer_types)
+        kinds = ("sliding_attention", "hybrid_sliding")  # the second is Inkling's
+        return tuple(window if t in kinds else None for t in config.layer_types)
     return (None,) * config.num_hidden_layers
 
 

@@ -387,6 +387,13 @@ def _input_shards(
     """
     if size == 1 or config.family.builder == BUILDER:
         return
+    family = config.family
+    if family.state_mixer is not None and family.state_mixer.out is None:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"does not divide the convolutions of {family.architecture}",
+            "use --pipeline-parallel-size or --data-parallel-size",
+        )
     for heads in _head_shards(config, size).values():
         yield [each.num_heads for each in heads]
     sizes = config.sizes

@@ -80,6 +80,14 @@ _ERNIE_PARTS = {
 }
 
 
+# names in Liquid's files of LFM3-VL's tower -> in transformers
+_LFM_3_PARTS = {
+    ".patchifier.": ".patch_embed.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+}
+
+
 # tensors of PaddleOCR-VL's tower that no code uses
 _UNUSED_BY_PADDLE = (".packing_position_embedding.", ".vision_model.head.")
 
@@ -191,4 +199,6 @@ CONVERSIONS: dict[str, Convert] = {
     "omni": partial(_renamed, _OMNI_PARTS),
     "ernie": partial(_renamed, _ERNIE_PARTS),
     "hunyuan": partial(_renamed, _HUNYUAN_PARTS),
+    "lfm3": partial(_renamed, _LFM_3_PARTS),
+    "qianfan": partial(internvl_tensors, layers="layers"),
 }

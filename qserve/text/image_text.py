@@ -58,7 +58,10 @@ class ImageText:
 
 # architecture -> its texts
 IMAGE_TEXTS = {
-    "InternVLChatModel": ImageText(alias=IMAGE, own="<IMG_CONTEXT>"),
+    **dict.fromkeys(
+        ("InternVLChatModel", "QianfanOCRForConditionalGeneration"),
+        ImageText(alias=IMAGE, own="<IMG_CONTEXT>"),
+    ),
     "Phi4MMForCausalLM": ImageText(alias="<|image_1|>", own="<|endoftext10|>", between=""),
     "Idefics2ForConditionalGeneration": ImageText(alias=IMAGE, own=IMAGE, is_spaced=True),
     "AyaVisionForConditionalGeneration": ImageText(alias=IMAGE, own="<|IMG_PATCH|>"),

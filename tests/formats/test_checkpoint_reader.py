@@ -140,7 +140,8 @@ def edit_index(folder, change) -> None:
     [
         "../secret.safetensors",
         "/etc/passwd",
-        "sub/model.safetensors",
+        "sub/../../secret.safetensors",
+        "sub//model.safetensors",
         "..",
         ".",
         "",
@@ -153,8 +154,28 @@ def test_index_path_outside_folder_is_refused(float_model, write_folder, file_na
     folder = write_folder(*float_model, num_shards=2)
     save_file({"x": torch.zeros(1)}, folder.parent / "secret.safetensors")
     edit_index(folder, lambda index: index["weight_map"].update({"x": file_name}))
-    with pytest.raises(CheckpointError, match="not a plain file name|header is damaged"):
+    with pytest.raises(CheckpointError, match="not the name of a file in the folder"):
         CheckpointReader(folder)
+
+
+def test_index_may_list_files_in_sub_folders(float_model, write_folder):
+    folder = write_folder(*float_model, num_shards=2)
+    want = {name: entry.read() for name, entry in CheckpointReader(folder).entries.items()}
+    (folder / "sub").mkdir()
+    files = sorted(folder.glob("*.safetensors"))
+    files[1].rename(folder / "sub" / files[1].name)
+    edit_index(
+        folder,
+        lambda index: index.update(
+            weight_map={
+                name: f"sub/{file}" if file == files[1].name else file
+                for name, file in index["weight_map"].items()
+            }
+        ),
+    )
+    found = CheckpointReader(folder).entries
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name].read(), want[name]) for name in want)
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x"])

@@ -307,6 +307,15 @@ def lightning_ling(latent=True, **different):
     return config, tensors
 
 
+def sarvam():
+    """Ling 2's files with other defaults; the rotated part of heads is stated, but not used."""
+    own = {"architectures": ["SarvamMoEForCausalLM"], "model_type": "sarvam_moe"}
+    config, tensors = bailing(second=True, **own)
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "use_qk_norm", "norm_head"):
+        del config[key]
+    return config, {n: shape for n, shape in tensors.items() if "eh_proj" not in n}
+
+
 SECOND = {"architectures": ["BaichuanForCausalLM"], "norm_head": True}
 TINY_MODELS = {
     "exaone": lambda: exaone(),
@@ -320,6 +329,7 @@ TINY_MODELS = {
     "plamo3": lambda: plamo3(),
     "ling": lambda: bailing(),
     "ling_2": lambda: bailing(second=True),
+    "sarvam": lambda: sarvam(),
     "ling_2_6": lambda: lightning_ling(),
     "ring_linear": lambda: lightning_ling(latent=False),
     "deepseek_moe": lambda: deepseek_moe(routed_scaling_factor=1.5),

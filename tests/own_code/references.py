@@ -229,6 +229,13 @@ def orion(c, t, ids):
     return sequential(ids, table, layers, lambda x: norm(x, "model.norm"), head)
 
 
+def sarvam(c, t, ids):
+    """Ling 2, with whole rotations, a bias without its mean, and other defaults."""
+    own = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True}
+    biases = {n: b - b.mean() if n.endswith("expert_bias") else b for n, b in t.items()}
+    return bailing({**c, **own, "partial_rotary_factor": 1.0}, biases, ids)
+
+
 REFERENCES = {
     "ExaoneForCausalLM": exaone,
     "InternLM2ForCausalLM": internlm2,
@@ -244,6 +251,7 @@ REFERENCES = {
     "DeepseekForCausalLM": deepseek_moe,
     "BailingMoeV2ForCausalLM": bailing,
     "BailingMoeV2_5ForCausalLM": bailing,
+    "SarvamMoEForCausalLM": sarvam,
     "BailingMoeLinearV2ForCausalLM": bailing,
 }
 

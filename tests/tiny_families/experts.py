@@ -89,6 +89,15 @@ FAMILIES = {
             "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    "kolibri": (
+        "Kolibri1Config",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+            **{"norm_topk_prob": True, "pad_token_id": 0},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "dots1": (
         "Dots1Config",
         {

@@ -178,6 +178,20 @@ FAMILIES["lfm3"] = (
         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
     },
 )
+# A window of 9 keys, biases up to distance 12; both kinds of layers, with other heads; two shared
+# experts, which the router weighs.
+FAMILIES["inkling"] = (
+    "InklingTextConfig",
+    {
+        **{"head_dim": 32, "swa_head_dim": 32, "num_key_value_heads": 2, "d_rel": 5},
+        **{"swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "sliding_window_size": 9},
+        **{"rel_extent": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "route_scale": 1.8},
+        **{"moe_intermediate_size": 32, "n_shared_experts": 2, "logits_mup_width_multiplier": 2.5},
+        **{"log_scaling_n_floor": 7, "log_scaling_alpha": 0.4, "pad_token_id": 0},
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+)
 # Mamba-1: nine inputs of the step sizes, states of 11 numbers, three taps.
 MAMBA_1 = {
     **{"state_size": 11, "conv_kernel": 3, "time_step_rank": 9, "layer_norm_epsilon": 1e-3},

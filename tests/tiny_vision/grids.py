@@ -241,7 +241,43 @@ MINIMAX_M3 = {
         **{"num_attention_heads": 2, "patch_size": 8, "initializer_range": 0.2},
     },
 }
+# convolutions over patches and attention with fewer heads of keys; positions of one axis
+LFM_3_VL = {
+    **GRID,
+    "config": "Lfm3VlConfig",
+    "text_type": "lfm3",
+    "text": {
+        **{"sliding_window": 9, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+        "tie_word_embeddings": False,
+    },
+    "vision": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "patch_size": 8},
+        **{"temporal_patch_size": 2, "spatial_merge_size": 2, "initializer_range": 0.2},
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
+    "whole": {"video_token_id": "<|video_pad|>", "projector_hidden_size": 48},
+    # names of the published files; transformers reads them
+    "names": {
+        "vision_tower.patch_embed.": "vision_tower.patchifier.",
+        **{
+            f"vision_tower.layers.{norm}_norm.": f"vision_tower.layers.{norm}_layernorm."
+            for norm in (f"{i}.self_attn.{x}" for i in (1, 3) for x in "qk")
+        },
+    },
+}
+del LFM_3_VL["video"]
+HYPERCLOVA = {
+    **QWEN_2_5_VL,
+    "config": "HyperCLOVAXVisionV2Config",
+    "text_type": "hyperclovax",
+    "text": {},
+    "vision": {**QWEN_2_5_VL["vision"], "out_hidden_size": 40},
+}
+del HYPERCLOVA["video"]
 FAMILIES = {
+    "lfm3_vl": LFM_3_VL,
+    "hyperclova": HYPERCLOVA,
     "ernie_vl": ERNIE_VL,
     "minimax_m3": MINIMAX_M3,
     "hunyuan_ocr": HUNYUAN_OCR,
@@ -250,6 +286,7 @@ FAMILIES = {
     "qwen2_5_vl": QWEN_2_5_VL,
     "exaone4_5": EXAONE_4_5,
     "qwen3_vl": QWEN_3_VL,
+    "cosmos3": {**QWEN_3_VL, "config": "Cosmos3OmniConfig"},
     "qwen3_vl_moe": QWEN_3_VL_MOE,
     "glm4v": GLM_4V,
     "glm4v_moe": GLM_4V_MOE,

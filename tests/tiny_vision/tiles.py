@@ -32,6 +32,12 @@ INTERNVL = {
     "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
 }
 # Images of 2 to 9 embeddings; larger ones become at most 6 tiles of 4 and an overview.
+QIANFAN_OCR = {
+    **INTERNVL,
+    "config": "QianfanOCRConfig",
+    # transformers 5.23 saves the text model's names with the level that only the tower has
+    "names": {"language_model.model.encoder.": "language_model.model."},
+}
 LFM2_VL = {
     "config": "Lfm2VlConfig",
     "tokens": [
@@ -202,6 +208,7 @@ FAMILIES = {
     },
     "smolvlm": {**IDEFICS, "config": "SmolVLMConfig", "image_processor": "SmolVLMImageProcessor"},
     "internvl": INTERNVL,
+    "qianfan_ocr": QIANFAN_OCR,
     "lfm2_vl": LFM2_VL,
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,

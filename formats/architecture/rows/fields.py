@@ -62,6 +62,8 @@ class FamilyFields:
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     # Tensors of the layers of one type (`layer_types`) that stay in float, by name below the layer.
     kind_tensors: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
+    # Tensors of the layers with a dense feed-forward that stay in float, by name below the layer.
+    dense_tensors: Mapping[str, Shape] = field(default_factory=dict)
     # Tensors outside of layers that merge the streams of hidden states, by the name that the block
     # uses; empty: no hyper-connections.
     merge_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class FamilyFields:
     config_keys: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the file
     left_out_prefix: str = ""  # prefix of tensor names that some files leave out
     other_names: Mapping[str, str] = field(default_factory=dict)  # name in some files -> module
+    other_tensors: Mapping[str, str] = field(default_factory=dict)  # the same, below a layer
     transposed: bool = False  # weights of a layer are stored as [inputs, outputs]
     masks: tuple[str, ...] = ()  # tensors of a layer with masks or tables, which are computed here
     layer: str = "model.layers.{i}"

@@ -15,6 +15,7 @@ from formats.architecture.rows.parts import (
     norms_before,
 )
 from formats.architecture.rows.usual import family_row
+from formats.architecture.states.inkling import INKLING
 from formats.architecture.states.kimi import KIMI_LINEAR
 from formats.architecture.states.lightning_ling import LING_2_6, RING_LINEAR
 from formats.architecture.states.ling import LING_3
@@ -101,6 +102,7 @@ HYBRIDS = (
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
     family_row("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
     family_row("Lfm3ForCausalLM", "LFM3", "lfm3", builder="hybrid.lfm2", **LFM3),
+    family_row("InklingForCausalLM", "Inkling (text)", "inkling_text", **INKLING),
     family_row(
         "GraniteMoeHybridForCausalLM",
         "Granite 4 (hybrid)",

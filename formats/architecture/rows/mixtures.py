@@ -22,6 +22,7 @@ from formats.architecture.rows.parts import (
     GROUPED_ROUTER,
     HEAD_NORMS,
     HY_3,
+    KOLIBRI,
     LAYER_NORM,
     MELLUM,
     NAMES,
@@ -104,6 +105,7 @@ MIXTURES = (
         window="all",
     ),
     family_row("MellumForCausalLM", "Mellum 2", "mellum", builder="moe", **MELLUM),
+    family_row("Kolibri1ForCausalLM", "Kolibri 1", "kolibri1", builder="glm4", **KOLIBRI),
     family_row("HYV3ForCausalLM", "Hy3", "hy_v3", builder="moe", **HY_3),
     family_row(
         "OlmoeForCausalLM",

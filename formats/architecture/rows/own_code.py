@@ -231,6 +231,7 @@ OWN_CODE_DENSE = (
 OWN_CODE_MIXTURES = (
     family_row("BailingMoeForCausalLM", "Ling (Bailing MoE)", "bailing_moe", **BAILING),
     family_row("BailingMoeV2ForCausalLM", "Ling 2 and Ring 2", "bailing_moe", **BAILING_2),
+    family_row("SarvamMoEForCausalLM", "Sarvam 30B", "sarvam_moe", **BAILING_2),
     family_row(
         "DeepseekForCausalLM", "DeepSeek-MoE and DeepSeek-OCR (text)", "deepseek", **DEEPSEEK_MOE
     ),

@@ -248,6 +248,37 @@ MELLUM = {
     "window": "layer_types",
     "draft_prefix": "mtp.",
 }
+KOLIBRI = {
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            scores="sigmoid_of_chosen",
+            normalized="norm_topk_prob",
+            float32=True,
+            correction="gate.e_score_correction_bias",
+        ),
+        shared=SharedExpert(
+            **gated("mlp.shared_experts", *NAMES, "shared_expert_intermediate_size")
+        ),
+    ),
+    "inner_key": "moe_intermediate_size",  # no layer has a dense feed-forward
+    "norms": (
+        *norms_before("mlp"),
+        Norm(name="post_self_attn_layernorm"),
+        Norm(name="post_mlp_layernorm"),
+        *HEAD_NORMS,
+    ),
+    "window": "layer_types",
+    "rope": "windows",
+    # names of published files
+    "other_names": {
+        "post_attn_norm": "post_self_attn_layernorm",
+        "post_ffn_norm": "post_mlp_layernorm",
+    },
+    "other_tensors": {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+}
 HY_3 = {
     **ATTENTION_BIAS,
     "experts": experts(

@@ -40,17 +40,17 @@ class StateMixer:
     """Recurrent mixer, in the layers that `layer_types` states."""
 
     kind: Kind
-    module: str
+    module: str  # below a layer; empty: the tensors are below other modules of the layer
     # In a delta net: queries, keys and values, and the gate of the output norm. With `grouped`,
     # the outputs of this projection and of `gates` are grouped by key head, or by group.
-    inputs: Projection
+    inputs: Projection | None  # None: the mixer has no linears, and convolves what others compute
     gates: Projection | None = None  # reads the same input; stays in float
     # Projections that compute dt, B and C from the convolution's output, each reading the output
     # of the last; they stay in float.
     selection: tuple[Projection, ...] = ()
     # Further projections, which compute gates and are never quantized. `others` has their weights.
     gate_linears: tuple[Projection, ...] = ()
-    out: Projection
+    out: Projection | None
     others: tuple[StateTensor, ...]
     grouped: bool = False
     layer_type: str = "linear_attention"  # value of layer_types for layers with this mixer
@@ -76,18 +76,18 @@ class StateMixer:
     @property
     def readers(self) -> tuple[Projection, ...]:
         """Projections that read the mixer's input."""
-        return (self.inputs,) if self.gates is None else (self.inputs, self.gates)
+        return tuple(each for each in (self.inputs, self.gates) if each is not None)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All projections, in the order they run."""
-        return (*self.readers, *self.selection, self.out)
+        return (*self.readers, *self.selection, *(() if self.out is None else (self.out,)))
 
     def present(self, config: Mapping[str, Any]) -> Iterator[tuple[str, StateTensor]]:
         """Yield the tensors other than weights of linears, with their names below the layer."""
         for each in self.others:
             if is_set(each.present, config):
-                yield f"{self.module}.{each.name}", each
+                yield f"{self.module}.{each.name}" if self.module else each.name, each
 
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
         """Return the shapes of all tensors but the linears' weights, by name below the layer."""

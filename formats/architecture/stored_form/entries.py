@@ -48,6 +48,11 @@ def canonical_entries(
     if family.model_type == "deepseek_v4":
         entries = {deepseek_v4.published(name): entry for name, entry in entries.items()}
         entries = float_blocks.in_groups(config, entries)
+    for stored, own in family.other_tensors.items():
+        entries = {
+            f"{name.removesuffix(stored)}{own}" if name.endswith(f".{stored}") else name: entry
+            for name, entry in entries.items()
+        }
     if family.other_names:
         entries = {_canonical_name(family, name): entry for name, entry in entries.items()}
     prefix = family.left_out_prefix

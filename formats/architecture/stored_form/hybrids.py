@@ -6,9 +6,11 @@ from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, architecture_of
 from formats.architecture.sizes import NOT_FINITE, is_size, layer_numbers
+from formats.architecture.states.inkling import FULL, WINDOW
 from formats.architecture.stored_form.latent import query_rank
 from formats.architecture.stored_form.own_code import bailing
 from formats.architecture.stored_form.parts import known_sizes
+from formats.errors import config_error
 
 
 def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,4 +233,55 @@ def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
     if is_auto and is_size(heads) and is_size(hidden) and is_size(expand):
         inner = config.get("mamba_d_ssm") or expand * hidden
         found |= known_sizes(mamba_d_head=inner // heads) if is_size(inner) else {}
+    return found
+
+
+def inkling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults, and the numbers of heads of layers with and without a window.
+
+    Raises CheckpointError if the widths of their heads differ.
+    """
+    width, local_width = config.get("head_dim", 128), config.get("swa_head_dim", 128)
+    if width != local_width:
+        raise config_error("swa_head_dim", f"head_dim, {width!r}", local_width)
+    routed, shared = config.get("n_routed_experts", 256), config.get("n_shared_experts", 2)
+    found: dict[str, Any] = {
+        "n_shared_experts": shared,
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "logits_mup_width_multiplier": config.get("logits_mup_width_multiplier", 24.0),
+        "route_scale": config.get("route_scale", 8.0),
+        **known_sizes(
+            head_dim=width,
+            global_head_dim=width,
+            num_global_attention_heads=config.get("num_attention_heads", 64),
+            num_global_key_value_heads=config.get("num_key_value_heads", 8),
+            num_local_attention_heads=config.get("swa_num_attention_heads", 64),
+            num_local_key_value_heads=config.get("swa_num_key_value_heads", 16),
+            sliding_window=config.get("sliding_window_size", 512),
+            d_rel=config.get("d_rel", 16),
+            rel_extent=config.get("rel_extent", 1024),
+            conv_kernel_size=config.get("conv_kernel_size", config.get("sconv_kernel_size", 4)),
+            n_routed_experts=routed,
+            num_experts=routed + shared if is_size(routed) and is_size(shared) else None,
+            max_position_embeddings=config.get(
+                "max_position_embeddings", config.get("model_max_length")
+            ),
+        ),
+    }
+    if config.get("dense_intermediate_size") is not None:
+        # published files state the width of experts as intermediate_size
+        found["moe_intermediate_size"] = config.get("intermediate_size")
+        found["intermediate_size"] = config["dense_intermediate_size"]
+        found["dense_intermediate_size"] = None
+    count, local = config.get("num_hidden_layers"), config.get("local_layer_ids")
+    if not is_size(count):
+        return found
+    layers = range(min(count, MAX_LAYERS))
+    if config.get("layer_types") is None:
+        local = local if isinstance(local, list) else [i for i in layers if (i + 1) % 6]
+        found["layer_types"] = [(FULL, WINDOW)[i in local] for i in layers]
+    if config.get("mlp_layer_types") is None:
+        first = config.get("dense_mlp_idx", 0)
+        dense = first if type(first) is int else 0
+        found["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in layers]
     return found

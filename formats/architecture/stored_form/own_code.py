@@ -77,6 +77,25 @@ def bailing(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "shared_expert_intermediate_size": width * count}
 
 
+def sarvam(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Ling's keys, and the defaults of Sarvam's config class. Whole heads rotate.
+
+    Raises CheckpointError if the number of dense layers is not an integer.
+    """
+    whole = {"partial_rotary_factor": 1.0}
+    found = {
+        **bailing(config),
+        **whole,
+        "n_group": config.get("n_group", 1),
+        "topk_group": config.get("topk_group", 1),
+        "routed_scaling_factor": config.get("routed_scaling_factor", 2.5),
+        "use_qk_norm": config.get("use_qk_norm", True),
+    }
+    if isinstance(rope := config.get("rope_parameters"), Mapping):
+        found["rope_parameters"] = {**rope, **whole}
+    return found
+
+
 def plamo_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layer types, and the RoPE parameters of each type.
 

@@ -5,6 +5,7 @@ E: experts. C: hidden size. N: outputs. K: inputs.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
 from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.tp_plan import WHOLE, LinearShard
 
+ALWAYS = 1e9  # added to the scores of experts that every token uses
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
 STACKED_ENDS = ("", "_bias", "_blocks", "_scales")  # suffixes of tensors that stack all experts
 MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
@@ -42,7 +44,7 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     return Routing(
         # of those for text, or of as many for tokens of media
         num_experts=count // 2 if experts.media_inner else count,
-        top_k=stated_size(config, "num_experts_per_tok"),
+        top_k=stated_size(config, "num_experts_per_tok") + _num_always(experts, config),
         scores=rule.scores,
         jitter=config.get(rule.jitter_key, 0.0),
         normalized=is_set(rule.normalized, config),
@@ -50,6 +52,34 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
         rounded=rule.rounded,
         **groups,
     )
+
+
+def _num_always(experts: Experts, config: Mapping[str, Any]) -> int:
+    """Return the number of experts that every token uses besides those that it chooses."""
+    return 0 if experts.always is None else stated_size(config, experts.always.count_key)
+
+
+def correction_of(weights: Any, prefix: str, num_experts: int) -> torch.Tensor | None:
+    """Return float32 [E], which is added to scores for the choice; None: nothing is added."""
+    experts = weights.family.experts
+    rule, values = experts.routing, weights.config.values
+    if not rule.correction:
+        return None
+    always = _num_always(experts, values)
+    row = (1, num_experts) if rule.correction_is_row else (num_experts - always,)
+    stored = weights.source.tensor(f"{prefix}.{experts.module}.{rule.correction}", row).flatten()
+    found = stored.to(weights.device, torch.float32)
+    return torch.nn.functional.pad(found, (0, always), value=ALWAYS) if always else found
+
+
+def scaled(weights: Any, prefix: str, routing: Routing) -> Routing:
+    """Return the routing rule with the layer's learned factor of all routing weights, if any."""
+    experts = weights.family.experts
+    if not experts.routing.scale:
+        return routing
+    name = f"{prefix}.{experts.module}.{experts.routing.scale}"
+    factor = weights.source.tensor(name, (1,)).item()
+    return replace(routing, factor=routing.factor * factor)
 
 
 def _factor(config: Mapping[str, Any], key: str) -> float:

@@ -32,9 +32,11 @@ from qserve.model.blocks.linear import (
 from qserve.model.blocks.moe import Router, TableRouter
 from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import (
+    correction_of,
     expert_weights,
     media_routers,
     routing_of,
+    scaled,
     table_router,
 )
 from qserve.model.loading.latent_weights import absorbed, block_indexer, indexer
@@ -312,25 +314,20 @@ class LayerWeights:
     def router(self) -> Router | TableRouter:
         """Return the router of the layer's experts."""
         experts, config = self._family.experts, self._weights.config.values
-        rule, routing = experts.routing, routing_of(experts, config)
+        rule = experts.routing
+        routing = scaled(self._weights, self._prefix, routing_of(experts, config))
         E = routing.num_experts
         name = f"{self._prefix}.{experts.router}"
         shape = (E, self._weights.config.hidden_size)
         if experts.has_table(self.number, config):
             table = f"{self._prefix}.{experts.module}.{rule.table}"
             return table_router(self._weights, f"{name}.weight", shape, table, routing)
-        correction = None
-        if rule.correction:
-            stored = f"{self._prefix}.{experts.module}.{rule.correction}"
-            row = (1, E) if rule.correction_is_row else (E,)
-            found = self._weights.source.tensor(stored, row).flatten()
-            correction = found.to(self._weights.device, torch.float32)
         weight = self._weights.tensor(f"{name}.weight", shape)
         return Router(
             routing,
             weight.float() if rule.float32 else weight,
             self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
-            correction,
+            correction_of(self._weights, self._prefix, E),
             self._router_norm(rule.input_scale) if rule.input_scale else None,
             self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
             fixed_order=self.kernels.get("experts") == FIXED_ORDER,
@@ -423,6 +420,10 @@ class LayerWeights:
         shapes = self._family.tensors_of_kind(weights.config.values, self.number)
         stored = self._dequantized(name, weights.shape(shapes[name]))
         return stored.to(weights.device, dtype or weights.dtype)
+
+    def dense_tensor(self, name: str) -> torch.Tensor:
+        """Return a float tensor that layers with a dense feed-forward have, in float32."""
+        return self._float32(name, self._weights.shape(self._family.dense_tensors[name]))
 
     def _dequantized(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor as floats, also if the file has it quantized."""

@@ -3,6 +3,7 @@
 from formats.architecture.text_part import RANKING
 from qserve.multimodal.family import VisionFamily
 from qserve.multimodal.stored_forms.ernie_config import as_ernie_vl
+from qserve.multimodal.stored_forms.hyperclova_config import as_hyperclova
 from qserve.multimodal.stored_forms.intern_s2_config import as_qwen3_5_moe
 from qserve.multimodal.stored_forms.omni_config import (
     OMNI_2_5,
@@ -13,6 +14,8 @@ from qserve.multimodal.stored_forms.omni_config import (
 from qserve.multimodal.stored_forms.prefixes import (
     ERNIE,
     HUNYUAN,
+    HYPERCLOVA,
+    LFM_3,
     MINIMAX_M3,
     OMNI,
     PADDLE,
@@ -31,6 +34,23 @@ GRIDS: tuple[VisionFamily, ...] = (
         layout="grid",
         encoder="patches",
         prefixes=QWEN,
+    ),
+    VisionFamily(
+        architecture="Lfm3VlForConditionalGeneration",
+        layout="grid",
+        encoder="patches",
+        tensors="lfm3",
+        prefixes=LFM_3,
+    ),
+    *(
+        VisionFamily(
+            architecture=name,
+            layout="grid",
+            encoder="patches",
+            config=as_hyperclova,
+            prefixes=HYPERCLOVA,
+        )
+        for name in ("HyperCLOVAXVisionV2ForConditionalGeneration", "HCXVisionV2ForCausalLM")
     ),
     VisionFamily(
         architecture="PaddleOCRVLForConditionalGeneration",
@@ -103,7 +123,7 @@ GRIDS: tuple[VisionFamily, ...] = (
             video="qwen3",
             prefixes=QWEN,
         )
-        for name in ("Qwen3VL", "Qwen3VLMoe")
+        for name in ("Qwen3VL", "Qwen3VLMoe", "Cosmos3", "Cosmos3Omni")
     ),
     *(
         VisionFamily(

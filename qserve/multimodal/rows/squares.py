@@ -96,6 +96,13 @@ SQUARES: tuple[VisionFamily, ...] = (
         prefixes=INTERNVL_CHAT,
     ),
     VisionFamily(
+        architecture="QianfanOCRForConditionalGeneration",
+        layout="intern_tiles",
+        encoder="square",
+        tensors="qianfan",
+        prefixes=INTERNVL_CHAT,
+    ),
+    VisionFamily(
         architecture="AyaVisionForConditionalGeneration",
         image_token_keys=("image_token_id", "image_token_index"),
         layout="aya_tiles",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_IN_LAYER = re.compile(r"(vision_tower\.encoder)\.layers\.(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"(vision_tower)\.encoder\.layers\.(\d+)\.(.+)")
 _QKV = re.compile(r"attn\.qkv\.(weight|bias)")
 # prefix of a name after the layer's number -> prefix in the model; the first match counts
 _LAYER_PARTS = {
@@ -34,14 +34,17 @@ _OTHER_PARTS = {
 
 
 def internvl_tensors(
-    name: str, tensor: torch.Tensor, values: Mapping[str, Any]
+    name: str, tensor: torch.Tensor, values: Mapping[str, Any], layers: str = "encoder.layer"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of the model that a stored tensor becomes."""
+    """Yield the names and tensors of the model that a stored tensor becomes.
+
+    `layers`: name of the layers in transformers' tower.
+    """
     found = _IN_LAYER.fullmatch(name)
     if found is None:
         yield _renamed(name, _OTHER_PARTS), tensor
         return
-    stem, part = f"{found[1]}.layer.{found[2]}", found[3]
+    stem, part = f"{found[1]}.{layers}.{found[2]}", found[3]
     fused = _QKV.fullmatch(part)
     if fused is None:
         yield f"{stem}.{_renamed(part, _LAYER_PARTS)}", tensor

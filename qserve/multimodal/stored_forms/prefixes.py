@@ -83,6 +83,12 @@ PADDLE = {
     for parent in ("model.", "")
     for stored, own in (("visual", "visual"), ("projector", "projector"), ("mlp_AR", "projector"))
 }
+LFM_3 = {f"model.{part}.": f"{part}." for part in ("vision_tower", "multi_modal_projector")}
+HYPERCLOVA = {
+    "model.vision_model.": "vision_model.",
+    "model.vision_projector.": "projector.",
+    "model.projector.": "projector.",
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 OMNI = {f"{parent}visual.": "visual." for parent in ("thinker.", "thinker.model.", "", "model.")}

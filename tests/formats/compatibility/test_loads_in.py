@@ -54,6 +54,16 @@ CASES = {
         "w4a16-sym-g32",
         changes.config_of(architectures=["MiniMaxM3VLForCausalLM"]),
     ),
+    "always-active-experts": (
+        CT,
+        "w4a16-sym-g32",
+        changes.config_of(
+            architectures=["InklingForCausalLM"],
+            mlp_layer_types=["dense", "dense"],
+            **{"head_dim": 16, "swa_head_dim": 16},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+        ),
+    ),
     "gemma-experts": (CT, "w4a16-sym-g32", changes.gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", changes.hybrid_experts),
     "lacks-class": (

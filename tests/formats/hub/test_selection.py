@@ -106,11 +106,24 @@ def test_repository_without_weights_is_refused(files, words):
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "a\\x.safetensors", 3],
+    [
+        "../x.safetensors",
+        "/x.safetensors",
+        "a/../../x.safetensors",
+        "a//x.safetensors",
+        "x.bin",
+        "a\\x.safetensors",
+        3,
+    ],
 )
 def test_index_entries_stay_in_folder(name):
     with pytest.raises(CheckpointError, match="not a safetensors file of its folder"):
         indexed_files({"weight_map": {"a": "model.safetensors", "b": name}}, "m")
+
+
+def test_index_entries_in_sub_folders_are_chosen():
+    listed = {"weight_map": {"a": "vision/model.safetensors", "b": "text/model.safetensors"}}
+    assert indexed_files(listed, "m") == ["text/model.safetensors", "vision/model.safetensors"]
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])

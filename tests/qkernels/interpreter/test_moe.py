@@ -15,6 +15,7 @@ from tests.qkernels.moe_case import COARSER, make_experts, run
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, top_k=2, normalized=True),
     "qwen2-moe": Routing(num_experts=60, top_k=4, rounded=True),
+    "kolibri": Routing(num_experts=24, top_k=3, scores="sigmoid_of_chosen", normalized=True),
     "gpt-oss": Routing(num_experts=32, top_k=4, scores="softmax_of_chosen", rounded=True),
     "deepseek-v2": Routing(
         num_experts=20, top_k=3, num_groups=5, top_groups=2, factor=16.0, group_score="max"
@@ -49,7 +50,7 @@ def test_route(device, half, poison, assert_close, name, ties):
         logits = logits.round() / 4
     logits = logits.to(device, half)
     correction = None
-    if name in ("glm", "deepseek-v4"):
+    if name in ("glm", "deepseek-v4", "kolibri"):
         correction = torch.randn(routing.num_experts, generator=generator).to(device)
     got = ops.route(logits, routing, correction) if device.type == "cuda" else None
     if got is None:

@@ -79,8 +79,10 @@ def test_unsupported_mpt_variant_is_refused(model_of, tmp_path, changed):
     ("architecture", "reason"),
     [
         *(("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")),
-        ("InklingForConditionalGeneration", "biases of attention .*`qserve families`"),
         ("Inkling2ForCausalLM", "four short convolutions"),
+        ("DiffusionGemmaForBlockDiffusion", "by diffusion.*Gemma 4"),
+        ("KimiK3ForConditionalGeneration", "attn_res_block_size"),
+        ("MistralLarge4ForConditionalGeneration", "learned frequencies"),
     ],
 )
 def test_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):

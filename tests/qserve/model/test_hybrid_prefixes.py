@@ -23,7 +23,7 @@ from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
-FAMILIES += ["ling_3"]
+FAMILIES += ["ling_3", "inkling"]
 FAMILIES += ["olmo_hybrid", "mamba", "falcon_mamba", "mamba2", "jamba"]
 WITHOUT_PAGES = ("mamba", "falcon_mamba", "mamba2")  # no layer has attention
 MODES = {
@@ -49,6 +49,7 @@ FEW = {
     ("olmo_hybrid", "pushed out", 1),
     ("mamba", "pushed out", 1),
     ("jamba", "chunked", 1),
+    ("inkling", "pushed out", 1),
 }
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)

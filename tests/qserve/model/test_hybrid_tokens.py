@@ -31,6 +31,7 @@ FAMILIES = [
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "inkling",
     *MAMBAS,
     "kimi_linear",
     "ling_3",

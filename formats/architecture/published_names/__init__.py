@@ -1,0 +1,1 @@
+"""Names of published multimodal checkpoints, presented as transformers names its modules."""
