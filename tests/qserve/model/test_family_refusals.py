@@ -12,13 +12,6 @@ from tests.qserve.model.variants import edited
 from tests.tiny_families import GEMMA, TINY_FAMILIES
 
 
-def test_adapters_of_four_linears_in_one_matrix_are_refused(model_of):
-    with pytest.raises(
-        InputError, match="--enable-lora: does not work with Afmoe.*adapters support 3"
-    ):
-        LLM(model_of("afmoe"), device="cpu", max_model_len=64, enable_lora=True)
-
-
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4", "deepseek_v3"])
 def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
     with pytest.raises(InputError, match="--dtype float16.*--dtype bfloat16"):
