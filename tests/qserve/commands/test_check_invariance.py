@@ -234,7 +234,7 @@ def test_8bit_latents(tiny_model, kv_cache_dtype):
         "qwen3",
         *(
             pytest.param(family, marks=pytest.mark.exhaustive)
-            for family in ("gemma3", "phi3", "qwen2_moe", "gemma4", "opt", "glm4_moe")
+            for family in ("gemma3", "phi3", "qwen2_moe", "gemma4", "opt", "glm4_moe", "afmoe")
         ),
     ],
 )
@@ -242,6 +242,15 @@ def test_adapters(tiny_model, tmp_path, family):
     """Requests without an adapter, and with adapters of several ranks, in any order of slots."""
     folder = tiny_model(family)
     assert all_same(settings(folder, **adapters(folder, tmp_path)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "nemotron_h", "olmo_hybrid", "jamba"])
+def test_adapters_of_models_with_states(tiny_model, tmp_path, family):
+    """Prompts long enough for snapshots."""
+    folder = tiny_model(family)
+    config = InvarianceConfig(num_requests=4, max_input_len=150, output_len=4)
+    assert all_same(settings(folder, max_model_len=176, **adapters(folder, tmp_path)), config)
 
 
 def test_adapters_of_the_default_kernels_differ(tiny_model, tmp_path):

@@ -71,7 +71,10 @@ def logprobs(model, *adapters):
         "llama",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("qwen2", "phi3", "gemma2", "glm4", "deepseek_v2", "deepseek_v3", *EXPERTS)
+            for name in (
+                *("qwen2", "phi3", "gemma2", "glm4", "deepseek_v2", "deepseek_v3", *EXPERTS),
+                *("qwen3_next", "qwen3_5", "granite_hybrid", "nemotron_h", "lfm2", "jamba"),
+            )
         ),
     ],
 )
