@@ -40,7 +40,7 @@ def read(path: str) -> dict[str, Any]:
 def read_mapping(path: str) -> dict[str, Any]:
     """Read a file that has a mapping with string keys. Raises InputError."""
     try:
-        found = _parse(Path(path), Path(path).read_text())
+        found = _parse(Path(path), Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(
             path, f"cannot be read: {error.strerror}", "choose another file"

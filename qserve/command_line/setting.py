@@ -75,3 +75,11 @@ def check_key(source: str, key: str) -> None:
         raise InputError(
             source, "expected a key without white space at its ends", "remove the white space"
         )
+    # Undecodable bytes of an argument or a variable are surrogates.
+    if any(
+        (each < " " and each != "\t") or each == "\x7f" or "\ud800" <= each <= "\udfff"
+        for each in key
+    ):
+        raise InputError(
+            source, "has a key with control characters or bytes that are not UTF-8", "correct it"
+        )

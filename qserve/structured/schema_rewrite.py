@@ -105,7 +105,7 @@ class _Rewriter:
                     name: self.schema(each, f"{path}/{keyword}/{name}")
                     for name, each in schema[keyword].items()
                 }
-        for keyword in (*SCHEMAS, *LISTS):
+        for keyword in dict.fromkeys((*SCHEMAS, *LISTS)):  # "items" may be a schema or a list
             value = schema.get(keyword)
             if isinstance(value, dict) and keyword in SCHEMAS:
                 schema[keyword] = self.schema(value, f"{path}/{keyword}")

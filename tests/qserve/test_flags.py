@@ -336,6 +336,22 @@ def test_config_file_sets_flags(served, tmp_path, name, text):
     assert other_engine.enforce_eager
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "model: Modell-ü"),
+        ("c.toml", 'model = "Modell-ü"'),
+        ("c.json", '{"model": "Modell-ü"}'),
+    ],
+)
+def test_config_file_may_begin_with_a_byte_order_mark(served, tmp_path, name, text):
+    path = tmp_path / name
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text(text, encoding=encoding)
+        assert main(["serve", "--config", str(path)]) == 0
+    assert [model for model, *_ in served] == ["Modell-ü"] * 2
+
+
 def test_mapping_in_config_file_is_the_json_of_a_flag(served, tmp_path):
     """As in vLLM's files; a person does not write JSON into YAML."""
     path = tmp_path / "c.yaml"

@@ -134,7 +134,7 @@ def _keys_of(flag: str, file: str) -> list[str]:
     """Return the keys in a file. Raises InputError."""
     path = Path(file)
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
         raise InputError(
             flag, f"{path} cannot be read: {one_line(error)}", "name a text file that you may read"

@@ -92,6 +92,15 @@ def test_unsendable_key_is_refused_at_start(key):
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["s3\x00cret", "s3\ncret", "s3cret\x7f!", "s3cret\udcff"])
+def test_key_that_no_header_can_hold_is_refused_at_start(key):
+    with pytest.raises(InputError, match="--api-key: has a key with control") as caught:
+        ServerConfig(api_key=[key])
+    assert "cret" not in str(caught.value)
+    with pytest.raises(InputError, match="KEYS: has a key with control characters or bytes"):
+        load_keys(ServerConfig(api_key_env="KEYS"), {"KEYS": key})
+
+
 def test_keys_come_from_the_command_line_a_file_and_the_environment(make_server, error, tmp_path):
     path = tmp_path / "keys"
     path.write_text("# who: what for\nk2\n\nk3\n")
@@ -103,6 +112,13 @@ def test_keys_come_from_the_command_line_a_file_and_the_environment(make_server,
     for key, status in (("k1", 200), ("k2", 200), ("k3", 200), ("k4", 401), ("", 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert server.get("/v1/models", headers=headers).status_code == status
+
+
+def test_byte_order_mark_is_no_part_of_a_key(tmp_path):
+    """Editors on Windows write one; no client could send that key."""
+    path = tmp_path / "keys"
+    path.write_text("k1\nschlüssel\n", encoding="utf-8-sig")
+    assert load_keys(ServerConfig(api_key_file=str(path)), {}) == ("k1", "schlüssel")
 
 
 def test_unusable_key_file_is_refused(tmp_path):

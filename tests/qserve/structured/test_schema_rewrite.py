@@ -14,6 +14,7 @@ from qserve.structured import schema_facts
 from qserve.structured.backend import library, limits
 from qserve.structured.grammar import check_grammar, grammar_text, unenforced
 from qserve.structured.params import StructuredOutputsParams
+from qserve.structured.schema_rewrite import enforceable
 
 A, INT, TEXT = {"const": "a"}, {"type": "integer"}, {"type": "string"}
 ABC = {"enum": ["a", "b", "c"]}
@@ -403,3 +404,17 @@ def test_rewriting_many_conditions_is_bounded():
     check_grammar(params)
     (warning,) = unenforced(params)
     assert warning == "a condition at # is not enforced (too many combinations)"
+
+
+def test_nested_arrays_are_rewritten_once():
+    """`items` may be a schema or a list; reading it as both doubled the work of each level."""
+    form, depth = of({"a": INT}, ["a"], minProperties=1), 40
+    for _ in range(depth):
+        form = items(form, minItems=1, maxItems=1)
+    rewritten, warnings = enforceable(json.dumps(form))
+    assert not warnings
+    found, levels = json.loads(rewritten), 0
+    while found["type"] == "array":
+        found, levels = found["items"], levels + 1
+    assert levels == depth and list(found["properties"]) == ["a"]
+    check_grammar(StructuredOutputsParams(json=form))
