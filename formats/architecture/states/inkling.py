@@ -52,7 +52,7 @@ def _convolutions(kind: str) -> StateMixer:
             )
             for key, name, size in named
         ),
-        beside_attention=True,
+        parallel_to_attention=True,
     )
 
 

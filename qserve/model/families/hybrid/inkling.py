@@ -26,7 +26,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> ConvolvedLayer:
     local = weights.config
-    is_dense = not local.family.experts.stand_in(weights.number, local.values)
+    is_dense = not local.family.experts.is_in(weights.number, local.values)
     return ConvolvedLayer(
         attention_norm=llama.build_norm(local, weights, "input_layernorm"),
         attention=build_attention(local, weights),
