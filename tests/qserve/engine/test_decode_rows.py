@@ -38,7 +38,7 @@ def test_first_requests_of_few_rows_are_decodes():
 def test_addresses_of_both_parts_are_aligned(num_decodes):
     """Otherwise kernels would be compiled while requests wait, and launched more slowly."""
     step = make_step([1] * num_decodes + [9, 20])
-    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_rows=1))
+    batch = Batch.of(step, CPU, BatchForm(page_size=16, decode_query_len=1))
     for part in batch.divided(batch.decodes):
         for array in (part.block_tables_RX, part.query_starts_R1, part.context_lengths_R):
             assert array.data_ptr() % 16 == 0
