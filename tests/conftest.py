@@ -338,6 +338,7 @@ STORED_NAMES = {
 }
 # the same, of one model_type; they come instead of those
 OWN_NAMES = {
+    "axk1": {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."},
     **{"mamba": {}, "falcon_mamba": {}, "mamba2": {}},
     "hy_v3": {
         **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},

@@ -23,7 +23,7 @@ class Norm:
     feeds: str = ""
     present: Flag = True
     offset: float | None = None  # instead of the family's norm_offset
-    layers: Literal["all", "attention", "states"] = "all"  # layers that have it
+    layers: Literal["all", "attention", "states", "experts"] = "all"  # layers that have it
 
     @property
     def of_attention(self) -> bool:
@@ -33,6 +33,8 @@ class Norm:
         """Return True if a layer with these blocks has the norm."""
         if self.of_attention or self.layers == "attention":
             return blocks.attention
+        if self.layers == "experts":
+            return blocks.experts
         return self.layers == "all" or blocks.state
 
 

@@ -76,6 +76,7 @@ FAMILIES = {
         "Glm4MoeLiteConfig",
         {**LATENT, "q_lora_rank": 96, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
     ),
+    "axk1": ("AXK1Config", {**LATENT, **GROUPS, "q_lora_rank": 96, "pad_token_id": 0}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "pad_token_id": 0},

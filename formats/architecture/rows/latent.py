@@ -3,6 +3,7 @@
 from formats.architecture.rows.deepseek_v4 import DEEPSEEK_V4
 from formats.architecture.rows.dots import DOTS_3
 from formats.architecture.rows.latent_parts import (
+    AXK_1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
@@ -27,6 +28,7 @@ LATENT = (
     family_row("Dots3NoteForCausalLM", "dots3-note (text)", "dots3_note_text", **DOTS_3),
     family_row("GlmMoeDsaForCausalLM", "GLM-5", "glm_moe_dsa", **GLM_5),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
+    family_row("AXK1ForCausalLM", "A.X K1", "axk1", **AXK_1),
     family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),
     family_row("MiniCPM3ForCausalLM", "MiniCPM3", "minicpm3", **MINICPM_3),
     family_row("Mistral4ForCausalLM", "Mistral 4 (text)", "mistral4", **MISTRAL_4),

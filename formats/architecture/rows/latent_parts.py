@@ -147,6 +147,14 @@ GLM_LITE: dict[str, Any] = {
     ),
     "fixed": {**_FIXED, "topk_method": "noaux_tc"},
 }
+AFTER_EXPERTS = "post_mlp_layernorm"
+AXK_1: dict[str, Any] = {
+    **GLM_LITE,
+    "norms": (*GLM_LITE["norms"], Norm(name=AFTER_EXPERTS, layers="experts")),
+    "names_in_transformers": {AFTER_EXPERTS: f"mlp.{AFTER_EXPERTS}"},
+    "draft_layers_key": "",
+    "fixed": {**_FIXED, "scoring_func": "sigmoid", "topk_method": ("noaux_tc", None)},
+}
 _INDEXER = "self_attn.indexer"
 
 

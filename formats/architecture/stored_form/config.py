@@ -25,6 +25,7 @@ from formats.families import family_of
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
+    "AXK1": "axk1",
     **{"minimax_m3": "minimax_m3_vl_text", "dots3_note": "dots3_note_text"},
     **{
         "jina_embeddings_v5": "qwen3",
@@ -84,6 +85,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "exaone_moe": parts.expert_layers,
     "hy_v3": parts.expert_layers,
     "youtu": latent.query_rank(1536),
+    "axk1": latent.axk1,
     "afmoe": mixtures.afmoe,
     "minicpm3": latent.minicpm3,
     "mistral4": latent.query_rank(1024),

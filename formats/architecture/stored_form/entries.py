@@ -9,7 +9,7 @@ import torch
 
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import Family
-from formats.architecture.stored_form import deepseek_v4, float_blocks
+from formats.architecture.stored_form import deepseek_v4, float_blocks, latent
 from formats.architecture.stored_form.fused_qkv import with_separate_qkv
 from formats.architecture.stored_form.joined_rows import with_stated_rows
 from formats.architecture.stored_form.normalized_head import with_normalized_head
@@ -48,6 +48,8 @@ def canonical_entries(
     if family.model_type == "deepseek_v4":
         entries = {deepseek_v4.published(name): entry for name, entry in entries.items()}
         entries = float_blocks.in_groups(config, entries)
+    if family.model_type == "axk1":
+        entries = latent.axk1_entries(config, entries)
     for stored, own in family.other_tensors.items():
         entries = {
             f"{name.removesuffix(stored)}{own}" if name.endswith(f".{stored}") else name: entry

@@ -1,11 +1,16 @@
 """Families with latent attention: widths of latents, layers with indexers and experts."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from formats.architecture.family import MAX_LAYERS
+from formats.architecture.rows.latent_parts import AFTER_EXPERTS
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import expert_layers
+from formats.files.tensor_entry import ComputedEntry, TensorEntry, header_of
 
 
 def query_rank(default: int | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -50,6 +55,45 @@ def _indexer_types(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(min(count, MAX_LAYERS))
     own = [max(layer - first + 1, 0) % max(every, 1) for layer in layers]
     return {"indexer_types": [kinds[bool(each)] for each in own]}
+
+
+def axk1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults of groups of experts, and the layers that have experts."""
+    return {
+        **query_rank(1536)(config),
+        **expert_layers(config),
+        "n_group": config.get("n_group", 8),
+        "topk_group": config.get("topk_group", 4),
+    }
+
+
+def axk1_entries(config: Mapping[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of A.X K1 with corrections of routers, and only the norms that are used.
+
+    Published files have no corrections, which are then 0, and norms after dense feed-forwards,
+    which no code uses.
+    """
+    kinds, found = config.get("mlp_layer_types"), dict(entries)
+    for number, kind in enumerate(kinds if isinstance(kinds, list) else ()):
+        prefix = f"model.layers.{number}."
+        router, correction = (
+            f"{prefix}mlp.gate.{leaf}" for leaf in ("weight", "e_score_correction_bias")
+        )
+        if kind == "dense":
+            found.pop(f"{prefix}{AFTER_EXPERTS}.weight", None)
+        elif isinstance(entries.get(router), TensorEntry) and correction not in entries:
+            stated = {"name": correction, "shape": entries[router].shape[:1]}
+            found[correction] = Zeros(**{**header_of(entries[router]), **stated})
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zeros(ComputedEntry):
+    """A tensor that no file has. `file`, `offset` and `num_bytes` are of another tensor."""
+
+    def read(self) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype)
 
 
 def minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:

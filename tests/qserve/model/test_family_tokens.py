@@ -24,7 +24,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2", "minimax_m3"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe_lite"),
-    *("dots3", "kolibri"),
+    *("dots3", "kolibri", "axk1"),
     *("granite_moe", "bloom", "mpt", "llama4", "gemma4", "muse_glimmer"),
 ]
 # in the usual run only their logits

@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek, GLM-5, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3.
+"""Latent attention: DeepSeek, GLM-5, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3, AXK1.
 
 The family's row has the differences: the routing rule, and the first layers, which have no experts.
 MiniCPM3 has no experts in any layer, and a factor on its branches. config.json decides whether
@@ -9,7 +9,7 @@ indexer selects.
 
 import torch
 
-from formats.architecture.rows.latent_parts import norm_of, queries_of
+from formats.architecture.rows.latent_parts import AFTER_EXPERTS, norm_of, queries_of
 from formats.errors import InputError
 from qserve.model.blocks.latent.attention import LatentAttention, LatentShape
 from qserve.model.blocks.latent.indexer import Selection
@@ -62,8 +62,15 @@ def build_layer(
         attention_end=end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=(moe if has_experts else llama).build_mlp(config, weights),
-        mlp_end=end,
+        mlp_end=_norm_after_experts(config, weights) or end,
     )
+
+
+def _norm_after_experts(config: ModelConfig, weights: LayerWeights) -> BranchEnd | None:
+    """Return the end of A.X K1's branch with experts; None: no norm follows the feed-forward."""
+    experts = config.family.experts
+    has_norm = weights.has_norm(AFTER_EXPERTS) and experts.stand_in(weights.number, config.values)
+    return BranchEnd(llama.build_norm(config, weights, AFTER_EXPERTS)) if has_norm else None
 
 
 def build_attention(

@@ -35,18 +35,10 @@ RUN = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "persimmon": {},
     # sinks
     "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "modernbert-decoder": {},
-    # keys wider than values
-    "axk1": {
-        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16},
-        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-        **{"n_group": 1, "topk_group": 1},
-    },
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     # two blocks of attention in a layer, and experts that return what they read
     "longcat_flash": {
@@ -63,6 +55,14 @@ DERIVED = {"longcat_flash": ("intermediate_size", "num_hidden_layers")}
 # Families with a row, which run so on request
 WITH_ROW = {
     "olmo": {},  # norms without factors
+    "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    # keys wider than values
+    "axk1": {
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        **{"n_group": 1, "topk_group": 1},
+    },
     "granite_swa": {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
