@@ -1,5 +1,6 @@
-"""The list of slow tests names tests that exist, and leaves a case of each."""
+"""The list of slow tests names tests that exist, and leaves a case of each; workers share work."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from tests.conftest import (
     pytest_terminal_summary,
 )
 from tests.measure_slow_tests import left_out, slow, still_there
+from tests.worker_order import WorkerOrder
 
 EXHAUSTIVE = {"exhaustive": pytest.mark.exhaustive.mark}
 
@@ -86,3 +88,28 @@ def test_gpu_tests_of_any_folder_are_skipped_without_gpu(monkeypatch, marker):
     pytest_collection_modifyitems(config, [item])
     (mark,), _ = item.add_marker.call_args
     assert mark == pytest.mark.skip(reason="needs a CUDA GPU")
+
+
+def collected(order, collector, children):
+    report = SimpleNamespace(result=list(children))
+    hook = order.pytest_make_collect_report(Mock(spec=collector))
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(report)
+    return report.result
+
+
+def test_workers_collect_in_different_orders_and_run_in_one():
+    modules = [Path(f"tests/{folder}/test_{i}.py") for folder in "ab" for i in range(9)]
+    found = {}
+    for worker in ("gw0", "gw1", "gw2"):
+        order = WorkerOrder(worker)
+        assert collected(order, pytest.Module, modules) == modules, "tests of a module stay"
+        found[worker] = tuple(collected(order, pytest.Directory, modules))
+        items = [Mock(path=path, number=i) for path in found[worker] for i in (2, 1)]
+        order.pytest_collection_modifyitems(items)
+        assert [(each.path, each.number) for each in items] == [
+            (path, i) for path in modules for i in (2, 1)
+        ]
+    assert len({*found.values(), tuple(modules)}) == 4
+    assert all(sorted(each) == modules for each in found.values())
