@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).with_name("slow_tests.txt")
-SLOW = 0.1  # seconds of CPU time; lowered whenever the default run takes 5 minutes on two cores
+SLOW = 0.04  # seconds of CPU time; lowered whenever the default run takes 5 minutes on two cores
 KEPT_CASE, KEPT_TEST = 0.7, 1.0  # of the cheapest case of a test, and of a test without parameters
 
 _seconds: dict[str, float] = {}
