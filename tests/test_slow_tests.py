@@ -35,6 +35,21 @@ def test_cheapest_case_is_not_listed():
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
 
 
+def test_skipped_case_is_not_the_one_that_stays(monkeypatch, tmp_path):
+    """A default run with skipped cases alone would prove nothing."""
+    seconds = {"a[1]": 0.5, "a[2]": 0.4, "a[3]": 0.0, "a[4]": 0.0}
+    monkeypatch.setattr(measure_slow_tests, "LIST", tmp_path / "list")
+    monkeypatch.setattr(measure_slow_tests, "_seconds", seconds)
+    monkeypatch.setattr(measure_slow_tests, "_skipped", set())
+    monkeypatch.setattr(measure_slow_tests, "_collected", set(seconds))
+    measure_slow_tests.LIST.write_text("a[2]\na[3]\n")
+    for name in seconds:
+        report = SimpleNamespace(nodeid=name, skipped=name in ("a[3]", "a[4]"))
+        measure_slow_tests.pytest_runtest_logreport(report)
+    measure_slow_tests.pytest_sessionfinish()
+    assert measure_slow_tests.LIST.read_text() == "a[1]\na[3]\n"
+
+
 def test_shared_fixture_time_is_excluded(monkeypatch):
     now = iter([10.0, 11.0, 13.0, 20.0, 30.0, 31.0, 33.0, 40.0])
     monkeypatch.setattr(measure_slow_tests, "_now", lambda: next(now))
