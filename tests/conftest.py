@@ -42,6 +42,13 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + 1
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and is_whole(config):
+        from tests.worker_order import WorkerOrder
+
+        config.pluginmanager.register(WorkerOrder(os.environ["PYTEST_XDIST_WORKER"]))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep modules and tests out of garbage collection: each full one took 0.5 to 0.8 s."""

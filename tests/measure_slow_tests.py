@@ -4,7 +4,8 @@
 
 conftest.py marks what is listed there as exhaustive. CPU time, with that of child processes, is
 about the same on a busy machine. Of each test with parameters at least one case stays in the
-default run, unless all take more than KEPT_CASE seconds. Fixtures that tests share do not count:
+default run, unless all take more than KEPT_CASE seconds; a skipped case proves nothing and does
+not count. Fixtures that tests share do not count:
 without the test that happens to be the first, the next one would make them. A run of some folders
 keeps the list's other tests. Tests that are gone from files of the run are taken off the list.
 """
@@ -18,11 +19,12 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).with_name("slow_tests.txt")
-SLOW = 0.1  # seconds of CPU time; lowered whenever the default run takes 5 minutes on two cores
+SLOW = 0.04  # seconds of CPU time; lowered whenever the default run takes 5 minutes on two cores
 KEPT_CASE, KEPT_TEST = 0.7, 1.0  # of the cheapest case of a test, and of a test without parameters
 
 _seconds: dict[str, float] = {}
 _shared: dict[str, float] = {"seconds": 0.0}  # of fixtures that the current test shares
+_skipped: set[str] = set()
 _collected: set[str] = set()  # tests of whole files, with those that do not run
 
 
@@ -43,6 +45,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     result = yield
     _seconds[item.nodeid] = _now() - start - _shared["seconds"]
     return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        _skipped.add(report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,8 +77,9 @@ def left_out(is_shared: bool) -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     known = LIST.read_text().splitlines() if LIST.exists() else []
-    left = [each for each in still_there(known, _collected) if each not in _seconds]
-    LIST.write_text("".join(f"{each}\n" for each in sorted({*left, *slow(_seconds)})))
+    ran = {name: each for name, each in _seconds.items() if name not in _skipped}
+    left = [each for each in still_there(known, _collected) if each not in ran]
+    LIST.write_text("".join(f"{each}\n" for each in sorted({*left, *slow(ran)})))
 
 
 def still_there(known: Iterable[str], collected: Iterable[str]) -> list[str]:

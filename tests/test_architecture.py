@@ -102,7 +102,7 @@ MUST_NOT_LOAD = {
     "qserve.cli": {
         *("torch", "transformers", "starlette", "huggingface_hub", "numpy", "tokenizers"),
         *("pydantic", "asyncio", "formats.gguf.folder", "formats.families"),
-        *("qserve.structured.grammar", "calibrate"),
+        *("formats.architecture.family", "qserve.structured.grammar", "calibrate"),
     },
     "qserve.llm": {
         *("starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate", "jinja2"),

@@ -1,5 +1,6 @@
-"""The list of slow tests names tests that exist, and leaves a case of each."""
+"""The list of slow tests names tests that exist, and leaves a case of each; workers share work."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from tests.conftest import (
     pytest_terminal_summary,
 )
 from tests.measure_slow_tests import left_out, slow, still_there
+from tests.worker_order import WorkerOrder
 
 EXHAUSTIVE = {"exhaustive": pytest.mark.exhaustive.mark}
 
@@ -31,6 +33,21 @@ def test_cheapest_case_is_not_listed():
     seconds = {"a[1]": 0.4, "a[2]": 0.7, "a[3]": 0.1, "b": 0.9, "c": 1.1, "d[1]": 0.6, "d[2]": 3.0}
     assert sorted(slow(seconds)) == ["a[1]", "a[2]", "c", "d[2]"]
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
+
+
+def test_skipped_case_is_not_the_one_that_stays(monkeypatch, tmp_path):
+    """A default run with skipped cases alone would prove nothing."""
+    seconds = {"a[1]": 0.5, "a[2]": 0.4, "a[3]": 0.0, "a[4]": 0.0}
+    monkeypatch.setattr(measure_slow_tests, "LIST", tmp_path / "list")
+    monkeypatch.setattr(measure_slow_tests, "_seconds", seconds)
+    monkeypatch.setattr(measure_slow_tests, "_skipped", set())
+    monkeypatch.setattr(measure_slow_tests, "_collected", set(seconds))
+    measure_slow_tests.LIST.write_text("a[2]\na[3]\n")
+    for name in seconds:
+        report = SimpleNamespace(nodeid=name, skipped=name in ("a[3]", "a[4]"))
+        measure_slow_tests.pytest_runtest_logreport(report)
+    measure_slow_tests.pytest_sessionfinish()
+    assert measure_slow_tests.LIST.read_text() == "a[1]\na[3]\n"
 
 
 def test_shared_fixture_time_is_excluded(monkeypatch):
@@ -86,3 +103,28 @@ def test_gpu_tests_of_any_folder_are_skipped_without_gpu(monkeypatch, marker):
     pytest_collection_modifyitems(config, [item])
     (mark,), _ = item.add_marker.call_args
     assert mark == pytest.mark.skip(reason="needs a CUDA GPU")
+
+
+def collected(order, collector, children):
+    report = SimpleNamespace(result=list(children))
+    hook = order.pytest_make_collect_report(Mock(spec=collector))
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(report)
+    return report.result
+
+
+def test_workers_collect_in_different_orders_and_run_in_one():
+    modules = [Path(f"tests/{folder}/test_{i}.py") for folder in "ab" for i in range(9)]
+    found = {}
+    for worker in ("gw0", "gw1", "gw2"):
+        order = WorkerOrder(worker)
+        assert collected(order, pytest.Module, modules) == modules, "tests of a module stay"
+        found[worker] = tuple(collected(order, pytest.Directory, modules))
+        items = [Mock(path=path, number=i) for path in found[worker] for i in (2, 1)]
+        order.pytest_collection_modifyitems(items)
+        assert [(each.path, each.number) for each in items] == [
+            (path, i) for path in modules for i in (2, 1)
+        ]
+    assert len({*found.values(), tuple(modules)}) == 4
+    assert all(sorted(each) == modules for each in found.values())

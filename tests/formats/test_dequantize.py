@@ -80,10 +80,12 @@ def test_dtype_of_config_json_is_kept(tmp_path):
     assert {entry.dtype for entry in reader.entries.values()} == {stated}
 
 
-def test_quantized_head_is_decoded_only_when_it_is_read(tmp_path, docs_5m, monkeypatch):
-    folder, scheme = tmp_path / "quantized", Scheme.parse("w8a16-sym-g64")
+def test_quantized_head_is_decoded_only_when_it_is_read(tmp_path, tiny_model, monkeypatch):
+    folder, scheme = tmp_path / "quantized", Scheme.parse("w8a16-sym-g32")
     whole = {"quantize_head": scheme, "quantize_embedding": scheme}
-    quantize_checkpoint(docs_5m, folder, scheme=scheme, recipe="rtn", quality_windows=0, **whole)
+    quantize_checkpoint(
+        tiny_model("llama"), folder, scheme=scheme, recipe="rtn", quality_windows=0, **whole
+    )
     decoded, decode = [], float_view.decode_dense
 
     def counted(module, *args):
@@ -91,7 +93,7 @@ def test_quantized_head_is_decoded_only_when_it_is_read(tmp_path, docs_5m, monke
         return decode(module, *args)
 
     monkeypatch.setattr(float_view, "decode_dense", counted)
-    reader, source = CheckpointReader(folder, as_floats=True), CheckpointReader(docs_5m)
+    reader, source = CheckpointReader(folder, as_floats=True), CheckpointReader(tiny_model("llama"))
     assert "model.embed_tokens" in reader.decoded and not decoded
     for module in ("model.embed_tokens", "lm_head"):
         assert reader.entries[f"{module}.weight"].shape == reader.get(f"{module}.weight").shape

@@ -1,7 +1,7 @@
 """OnlineQuantization: rounds the linears of a float checkpoint to schemes while they load.
 
-The class holds the settings --quantization and --quantization-config. torch is imported only by
-`plan`.
+The class holds the settings --quantization and --quantization-config. torch and the table of
+families are imported only by `plan`.
 """
 
 import difflib
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from formats.architecture.family import Family
-from formats.architecture.float_linears import kept_in_float, linear_shapes
 from formats.errors import InputError, SchemeError
 from formats.names import AUTO_GROUPS
 from formats.scheme import (
@@ -30,6 +28,7 @@ from formats.scheme import (
 from formats.table import count_text
 
 if TYPE_CHECKING:
+    from formats.architecture.family import Family
     from formats.quant_config import QuantConfig
 
 FLAG, CONFIG_FLAG = "--quantization", "--quantization-config"
@@ -121,12 +120,13 @@ class OnlineQuantization:
             )
 
     def plan(
-        self, family: Family, config: Mapping[str, Any], sizes: Mapping[str, Any], folder: str
+        self, family: "Family", config: Mapping[str, Any], sizes: Mapping[str, Any], folder: str
     ) -> "RoundingPlan":
         """Choose the scheme of every linear of a float model. Raises InputError.
 
         `config` and `sizes`: `values` and `sizes` of the ModelConfig.
         """
+        from formats.architecture.float_linears import kept_in_float, linear_shapes
         from formats.plan import default_group_scheme, fitted_scheme, make_plan
 
         if self.scheme is None and not self.overrides:

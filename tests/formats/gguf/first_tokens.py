@@ -1,4 +1,11 @@
-"""First tokens that llama.cpp finds most likely after a fixed prompt (package xllamacpp)."""
+"""First tokens that llama.cpp (package xllamacpp) finds most likely, and a tokenizer for it."""
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from tests.tiny_families import TINY
 
 IDS = list(range(5, 45))
 TOP = 20
@@ -24,3 +31,12 @@ def first_token(path, exact=False):
     reply = server.handle_completions(request)
     (token,) = reply["choices"][0]["logprobs"]["content"]
     return {each["id"]: each["logprob"] for each in token["top_logprobs"]}
+
+
+def write_tokenizer(folder):
+    """Write a tokenizer with as many tokens as a tiny model has. Single bytes would be no texts."""
+    tokens = [chr(33 + i) if i < 94 else f"w{i}" for i in range(TINY["vocab_size"])]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))

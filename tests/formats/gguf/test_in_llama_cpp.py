@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from calibrate.gguf_file import quantize_to_gguf
 from formats.checkpoint import CheckpointReader
@@ -28,8 +24,8 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from tests.conftest import make_tiny
 from tests.formats.gguf.cases import CASES, MORE_CASES
-from tests.formats.gguf.first_tokens import IDS, TOP, first_token
-from tests.tiny_families import TINY, TINY_FAMILIES
+from tests.formats.gguf.first_tokens import IDS, TOP, first_token, write_tokenizer
+from tests.tiny_families import TINY_FAMILIES
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
 
@@ -71,15 +67,6 @@ def test_llama_cpp_log_probabilities_are_equal(docs_5m, tmp_path, monkeypatch, m
     assert max(theirs, key=theirs.get) == int(ours.argmax())
     distance = max(abs(value - float(ours[token])) for token, value in theirs.items())
     assert distance < most
-
-
-def write_tokenizer(folder):
-    """One of as many tokens as tiny models have. Bytes alone would be no texts."""
-    tokens = [chr(33 + i) if i < 94 else f"w{i}" for i in range(TINY["vocab_size"])]
-    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 # families whose feed-forward has a GELU, which llama.cpp reads from a table of float16 numbers, and

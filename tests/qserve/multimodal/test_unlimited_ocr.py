@@ -69,18 +69,18 @@ def test_pages_do_not_grow_with_the_output(vision):
     ids, _ = model.prompt("what is a page table")
     pages = -(-(len(ids) + WINDOW) // 4)
     engine = model.engine(num_gpu_blocks_override=pages, max_model_len=256)
-    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     first = []
     while engine.has_work():
         made = [token for event in engine.step() for token in event.token_ids]
         first += made
-        if made and len(first) == 20:
+        if made and len(first) == 12:
             engine.scheduler.preempt_all()  # it then needs no more pages than before
-    assert len(first) == 32
-    longer = [*ids, *first[:20]]
+    assert len(first) == 20
+    longer = [*ids, *first[:12]]
     engine = model.engine(max_model_len=256)
     for number, prompt in enumerate((ids, longer)):
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         engine.add_request(str(number), prompt, params)
         last = list(run(engine))[-1]
     assert last.facts.num_cached <= len(ids)
@@ -97,7 +97,7 @@ def test_long_outputs_are_those_of_transformers(vision, budget):
     model = vision(FAMILY)
     ids, _ = model.prompt("what is a page table")
     want, engine = generated(model, ids), model.engine(max_num_batched_tokens=budget)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = {"a": [], "b": []}
     for name in outputs:
         engine.add_request(name, ids, params)
@@ -106,7 +106,7 @@ def test_long_outputs_are_those_of_transformers(vision, budget):
             break
         for event in engine.step():
             outputs[event.request_id] += event.token_ids
-        if number in (12, 30):
+        if number in (8, 20):
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
     assert outputs == {"a": want, "b": want}
@@ -118,22 +118,22 @@ def test_outputs_take_no_pages_of_prompts(vision):
     ids, _ = model.prompt("what is a page table")
     want = generated(model, ids)
     engine, found = model.engine(), []
-    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.add_request("a", ids, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     while engine.has_work():
         made = [event for event in engine.step() if event.request_id == "a"]
         found += [token for event in made for token in event.token_ids]
-        if made and len(found) == 24:
-            longer = [*ids, *want[:28]]
+        if made and len(found) == 14:
+            longer = [*ids, *want[:18]]
             engine.add_request("b", longer, SamplingParams(temperature=0, max_tokens=1))
-        if made and len(found) == 28:
+        if made and len(found) == 18:
             engine.scheduler.preempt_all()
     assert found == want
 
 
 def generated(model, ids):
-    """40 greedy tokens of transformers."""
+    """24 greedy tokens of transformers."""
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
-    found = model.model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    found = model.model.generate(**inputs, max_new_tokens=24, do_sample=False)
     return found[0, len(ids) :].tolist()
 
 

@@ -15,9 +15,8 @@ from formats.gguf.container import read_gguf
 from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
-from tests.formats.gguf.first_tokens import first_token
+from tests.formats.gguf.first_tokens import first_token, write_tokenizer
 from tests.formats.gguf.rewritten import rewrite
-from tests.formats.gguf.test_in_llama_cpp import write_tokenizer
 from tests.qserve.model.test_step import as_published, with_mtp_layers
 from tests.qserve.model.test_text_part import WHOLE
 from tests.qserve.model.variants import edited
