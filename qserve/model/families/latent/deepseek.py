@@ -69,7 +69,7 @@ def build_layer(
 def _norm_after_experts(config: ModelConfig, weights: LayerWeights) -> BranchEnd | None:
     """Return the end of A.X K1's branch with experts; None: no norm follows the feed-forward."""
     experts = config.family.experts
-    has_norm = weights.has_norm(AFTER_EXPERTS) and experts.stand_in(weights.number, config.values)
+    has_norm = weights.has_norm(AFTER_EXPERTS) and experts.is_in(weights.number, config.values)
     return BranchEnd(llama.build_norm(config, weights, AFTER_EXPERTS)) if has_norm else None
 
 
