@@ -55,6 +55,21 @@ STATES_ALONE_LIMITS = (
 )
 
 
+# for mixers that only convolve what other linears compute
+CONVOLUTION_LIMITS = (
+    Limit(
+        "--kv-transfer-config peer or nixl, or --prefill-engines",
+        lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
+        "which channels of its convolutions a rank has is not described",
+    ),
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "its convolutions are not implemented for pipeline stages",
+    ),
+)
+
+
 OUTPUT_WINDOW_LIMITS = (
     Limit(
         "--speculative-config",
@@ -190,6 +205,8 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
     name = model.family.architecture
     if model.has_states:
         check_limits(LIMITS, config, f"{name}, whose layers have states")
+        if model.family.state_mixer.out is None:
+            check_limits(CONVOLUTION_LIMITS, config, name)
         _check_stages(config, model)
     if model.has_states and not model.has_attention:
         check_limits(STATES_ALONE_LIMITS, config, f"{name}, which has no attention")

@@ -358,3 +358,8 @@ def test_states_get_half_of_buffer(make):
         assert each.num_slots == half // size
     with pytest.raises(InputError, match="buffer_gb: expected at least .*, for"):
         make("kv_both", extra={"buffer_gb": 1e-5})
+
+
+def test_convolutions_of_attention_are_refused(make):
+    with pytest.raises(InputError, match="peer or nixl.*channels of its convolutions"):
+        make("kv_both", "inkling")
