@@ -1,16 +1,22 @@
 """Autocast around operations that state their own dtypes."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 
-def no_autocast(tensor: torch.Tensor) -> torch.autocast:
+def no_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Disable autocast: exact integer sums and float32 scales must not run in its dtype."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def is_autocast(x: torch.Tensor) -> bool:
-    """Return True if autocast is enabled on x's device."""
-    return torch.is_autocast_enabled(x.device.type)
+    """Return True if autocast is enabled on x's device; some, such as meta, have none."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:

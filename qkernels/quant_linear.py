@@ -231,7 +231,7 @@ class QuantLinear(nn.Module):
             if (
                 prepared is None
                 or (prepared.dtype, prepared.device) != (x.dtype, x.device)
-                or not (self._released or self._is_current())
+                or not (self._released or torch.compiler.is_compiling() or self._is_current())
             ):
                 prepared = self.prepare(x.dtype, x.device)._prepared
         elif prepared is None or hasattr(x, "__array__"):

@@ -82,6 +82,14 @@ def test_gradient_of_the_input_under_autocast(weight_NK):
     assert torch.allclose(x.grad, wanted, rtol=0.02, atol=0.02 * wanted.abs().max())
 
 
+def test_input_on_the_meta_device_gives_the_shape_of_the_result():
+    """As tools that count operations run a model. The meta device has no autocast."""
+    layer = QuantLinear.from_float(nn.Linear(K, N), "w4a16-sym")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(torch.ones(2, 3, K, device="meta"))
+    assert found.is_meta and found.shape == (2, 3, N)
+
+
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", *FLOATS])
 def test_layer_on_the_meta_device_has_no_tensor_elsewhere(weight_NK, scheme):
     """A skeleton of a large model must not take its memory, nor keep a bias without numbers."""
