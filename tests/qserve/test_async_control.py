@@ -12,6 +12,7 @@ from formats.weight_digest import digests, total_digest
 from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import UpdateWeights
+from qserve.engine.control.shared_tensors import PREFIX
 from qserve.engine.ipc.supervisor import EngineSupervisor
 from tests.qserve.engine.control.new_weights import changed, written
 
@@ -66,7 +67,7 @@ def test_process_takes_weights_under_load(docs_5m, tmp_path):
             assert names == set(digests({name: torch.zeros(1) for name in new}))
 
     asyncio.run(asyncio.wait_for(main(), GUARD))
-    assert not any(name.startswith("qserve-") for name in os.listdir("/dev/shm"))
+    assert not any(name.startswith(PREFIX) for name in os.listdir("/dev/shm"))
 
 
 @pytest.mark.exhaustive
