@@ -263,6 +263,7 @@ def test_caches_are_known_by_their_specs_alone():
             "PlamoMamba",
             "Mamba2",
             "NoMixer",
+            "RelativeAttention",
             "SharedAttention",
             "ShortConv",
             "SideBySide",
@@ -270,7 +271,7 @@ def test_caches_are_known_by_their_specs_alone():
     }
     assert caches == {
         *("PagedKv", "PagedLatents", "StateSlots"),
-        *("CachePair", "CompressedPages", "IndexedPages", "WindowPages"),
+        *("CachePair", "CompressedPages", "ConvolvedCache", "IndexedPages", "WindowPages"),
     }
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):

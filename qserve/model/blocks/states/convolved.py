@@ -93,7 +93,7 @@ class RelativeAttention(Attention):
         factors: Linear,  # computes the factors [H F] of the profiles
         profiles_FX: torch.Tensor,  # float32
         conv_weight: torch.Tensor,  # float32 [channels of all PARTS, W]
-        widths: tuple[int, ...],  # channels of each of PARTS
+        hidden_size: int,
         dtype: torch.dtype,  # of activations
         # Scores of a query at position p, and its biases, are multiplied by
         # 1 + alpha max(0, log((p + 1) / floor)). None: by 1.
@@ -102,7 +102,9 @@ class RelativeAttention(Attention):
     ) -> None:
         """Other arguments are Attention's."""
         super().__init__(*arguments, **blocks)
-        self.factors, self.widths, self.dtype, self.growth = factors, widths, dtype, growth
+        self.factors, self.dtype, self.growth = factors, dtype, growth
+        of_keys = self.num_kv_heads * self.head_dim
+        self.widths = (of_keys, of_keys, hidden_size, hidden_size)  # channels of each of PARTS
         self.register_buffer("profiles", profiles_FX)
         self.register_buffer("conv_weight", conv_weight)
 

@@ -38,7 +38,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> ConvolvedLayer:
 
 def build_attention(config: ModelConfig, weights: LayerWeights) -> RelativeAttention:
     """Build attention. `config`: this layer's config."""
-    family, of_keys = config.family, config.num_kv_heads * config.head_dim
+    family = config.family
     window = config.windows[weights.number]
     return RelativeAttention(
         config,
@@ -52,7 +52,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights) -> RelativeAtten
         kernel=weights.kernels.get("attention"),
         factors=weights.linear(family.head_gates),
         profiles_FX=weights.kind_tensor(PROFILES, torch.float32),
-        widths=(of_keys, of_keys, config.hidden_size, config.hidden_size),
+        hidden_size=config.hidden_size,
         dtype=weights.constant(torch.ones(1)).dtype,
         growth=None if window is not None else _growth(config),
         **weights.state_tensors(),
