@@ -31,6 +31,17 @@ HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
 }
 
 
+def check_state_shards(mixer: StateMixer | None, size: int) -> None:
+    """Raise InputError for convolutions of what attention and experts compute: they have no linear
+    of their own that could be divided."""
+    if size > 1 and mixer is not None and mixer.out is None:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"does not divide {mixer.kind} inside of attention and experts",
+            "use --data-parallel-size",
+        )
+
+
 def shard_states(
     mixer: StateMixer,
     sizes: Mapping[str, int | None],

@@ -13,7 +13,7 @@ from formats.errors import InputError
 from formats.families import FAMILIES, family_of
 from formats.in_memory.dense import is_dense
 from formats.in_memory.shards import EXPERT, shard_features, shard_heads
-from formats.in_memory.state_shards import shard_states
+from formats.in_memory.state_shards import check_state_shards, shard_states
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.rules import LAYER_NUMBER
@@ -77,6 +77,7 @@ def _why_not(
     # schemes of attention's output projections, by (heads, KV heads, inputs per head)
     attention: dict[tuple[int, int, int], set[Scheme | None]] = {}
     try:
+        check_state_shards(mixer, size)
         for linear in linears:
             inputs = next(
                 (row for end, row in SPLIT_BY_INPUTS.items() if linear.name.endswith(end)), None

@@ -109,7 +109,7 @@ class PagedKv:
 
 
 class RequestArrays(NamedTuple):
-    """What AttentionStep has of each request. Addresses are divisible by 16.
+    """The arrays of AttentionStep with an entry per request. Addresses are divisible by 16.
 
     Triton compiles other kernels for other addresses and launches them more slowly (gpu/launch.py).
     """

@@ -17,8 +17,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def uninterrupted() -> Iterator[None]:
     """Postpone Python's handlers of SIGINT and SIGTERM to the end of the block.
 
-    A second signal is handled at once, in case the block never ends. Outside of the main thread,
-    where no handler runs, nothing changes.
+    A second signal is handled immediately, in case the block never ends. Outside of the main
+    thread, where no handler runs, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

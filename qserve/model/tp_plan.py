@@ -24,6 +24,7 @@ from formats.in_memory.shards import (
     shard_heads,
 )
 from formats.in_memory.slices import Rows, take_inputs, take_outputs, take_rows
+from formats.in_memory.state_shards import check_state_shards
 from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qserve.model.fallback.support import BUILDER
@@ -387,13 +388,7 @@ def _input_shards(
     """
     if size == 1 or config.family.builder == BUILDER:
         return
-    family = config.family
-    if family.state_mixer is not None and family.state_mixer.out is None:
-        raise InputError(
-            f"--tensor-parallel-size {size}",
-            f"does not divide the convolutions of {family.architecture}",
-            "use --pipeline-parallel-size or --data-parallel-size",
-        )
+    check_state_shards(config.family.state_mixer, size)
     for heads in _head_shards(config, size).values():
         yield [each.num_heads for each in heads]
     sizes = config.sizes

@@ -13,13 +13,23 @@ from qserve.errors import ParameterError
 MAX_SHOWN = 60  # characters of a wrong value that an error message shows
 AN_INTEGER, A_NUMBER, A_FLAG, A_TEXT = "an integer", "a number", "true or false", "a text"
 A_LIST, AN_OBJECT = "a list", "an object"
+TYPE_REMEDIES = {
+    AN_INTEGER: "give a number without quotes",
+    A_NUMBER: "give a number without quotes",
+    A_FLAG: "give true or false without quotes",
+    A_TEXT: "give a string",
+    A_LIST: "put the values in [...]",
+    AN_OBJECT: "put names and values in {...}",
+}
 
 Check = Callable[[str, Any], Any]  # (parameter name, value) -> the value to store
 
 
-def wrong_type(expected: str, value: object) -> str:
-    """Return the error message for a value of the wrong type."""
-    return f"expected {expected}, found {shown(value)}"
+def type_error(name: str, expected: str, value: object) -> ParameterError:
+    """Return the error for a value of the wrong type. `expected`: a key of TYPE_REMEDIES."""
+    return ParameterError(
+        name, f"expected {expected}, found {shown(value)}", TYPE_REMEDIES[expected]
+    )
 
 
 def shown(value: object) -> str:
@@ -58,13 +68,13 @@ def integer(name: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ParameterError(name, wrong_type(AN_INTEGER, value), "give a number without quotes")
+        raise type_error(name, AN_INTEGER, value)
     return int(value)
 
 
 def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ParameterError(name, wrong_type(A_NUMBER, value), "give a number without quotes")
+        raise type_error(name, A_NUMBER, value)
     try:
         return float(value)
     except OverflowError:  # a huge integer
@@ -73,14 +83,14 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ParameterError(name, wrong_type(A_FLAG, value), "give true or false without quotes")
+        raise type_error(name, A_FLAG, value)
     return value
 
 
 def text(name: str, value: Any, limit: int) -> str:
     """Check a text of at most `limit` characters."""
     if not isinstance(value, str):
-        raise ParameterError(name, wrong_type(A_TEXT, value), "give a string")
+        raise type_error(name, A_TEXT, value)
     if len(value) > limit:
         raise ParameterError(
             name, f"expected at most {limit} characters, found {len(value)}", "shorten it"
@@ -135,7 +145,7 @@ def biases(limit: int) -> Check:
                 problem = "expected an object, or a list of pairs of a token id and a number"
                 raise ParameterError(name, problem, 'for example {"1234": -100}') from None
         if not isinstance(value, Mapping):
-            raise ParameterError(name, wrong_type(AN_OBJECT, value), 'for example {"1234": -100}')
+            raise type_error(name, AN_OBJECT, value)
         if len(value) > limit:
             raise ParameterError(
                 name, f"expected at most {limit} tokens, found {len(value)}", "give fewer tokens"
@@ -161,7 +171,7 @@ def _token(name: str, key: Any) -> int:
 
 def _items(name: str, value: Any, limit: int, what: str) -> Any:
     if not _is_list(value):
-        raise ParameterError(name, wrong_type(A_LIST, value), "put the values in [...]")
+        raise type_error(name, A_LIST, value)
     if len(value) > limit:
         raise ParameterError(
             name, f"expected at most {limit} {what}, found {len(value)}", "give fewer"

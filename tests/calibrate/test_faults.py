@@ -368,7 +368,7 @@ def test_config_refused_by_transformers_gives_one_line_error(docs_5m, tmp_path, 
         (
             "gptq",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-            "config.json rope_parameters.rope_theta: expected a number above 0, found 0 .fix",
+            "config.json rope_parameters.rope_theta: expected a number above 0, found 0 .copy",
         ),
     ],
 )

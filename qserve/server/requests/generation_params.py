@@ -191,7 +191,7 @@ def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
             check_grammar(form)
     except ParameterError as error:
         param = error.subject if request.structured_outputs is not None else RESPONSE_FORMAT
-        raise ApiError(400, f"{param}: {error.problem}.", param) from None
+        raise ApiError(400, f"{param}: {error.problem} ({error.remedy}).", param) from None
     return form
 
 

@@ -27,7 +27,7 @@ from qserve.params.parameter_types import (
     AN_INTEGER,
     AN_OBJECT,
     shown,
-    wrong_type,
+    type_error,
 )
 from qserve.params.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -145,8 +145,9 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, str | list | dict) and len(value) > limit:
+            remedy = "shorten it" if isinstance(value, str) else "give fewer"
             raise PydanticCustomError(
-                "length", f"expected at most {limit} {what}, found {len(value)}"
+                "length", f"expected at most {limit} {what}, found {len(value)} ({remedy})"
             )
         return value
 
@@ -458,7 +459,8 @@ def _api_error(error: PydanticError) -> ApiError:
     if first["type"] == "missing":
         problem = "required, but missing. Add the field."
     elif first["type"] in EXPECTED:
-        problem = wrong_type(EXPECTED[first["type"]], first["input"])
+        wrong = type_error(param or "", EXPECTED[first["type"]], first["input"])
+        problem = f"{wrong.problem} ({wrong.remedy})"
     elif isinstance(first["input"], str | int | float) and "found" not in problem:
         problem += f", found {shown(first['input'])}"
     message = problem if param is None else f"{param}: {problem}"

@@ -5,6 +5,7 @@ Requests with different adapters share steps, and never a page or a copy of a st
 
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.qserve.lora.test_lora_tokens import (
     run,
 )
 from tests.qserve.model.test_hybrid_prefixes import MODES, chats, make_engine
+from tests.qserve.model.test_inkling import with_stacks
 from tests.qserve.model.test_transformers import dense, with_granite_stacks
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 from tests.tiny_families import STATES
@@ -67,6 +69,8 @@ def merged(model, lora, where):
         return float_model(model)
     found = merge_adapter(model, lora.lora_path, where / f"merged {lora.lora_name}")
     assert found.num_linears == len(shapes_of(model))
+    if ModelConfig.from_folder(model).family.architecture == "InklingForCausalLM":
+        return float_model(with_stacks(Path(found.target)))
     path = where / f"merged {lora.lora_name}" / "model.safetensors"
     save_file(with_granite_stacks(load_file(path)), path, metadata={"format": "pt"})
     return float_model(found.target)
@@ -131,7 +135,7 @@ def small(monkeypatch):
 
 
 def adapted_chats(model, loras, steps_in_flight=0, **settings):
-    """Of chats whose prompts are equal for different adapters."""
+    """Tokens and counts of chats whose prompts are equal for different adapters."""
     return chats(make_engine(model, steps_in_flight, **ADAPTERS, **settings), loras=loras)
 
 

@@ -290,7 +290,6 @@ def test_pages_hold_only_attention_layers(hybrid):
 
 
 LIMITS = [
-    ({"enable_lora": True}, "enable-lora"),
     ({"cpu_kv_cache_memory": 1e-5}, "cpu-kv-cache-memory.*do not hold the states.*max-num-seqs"),
 ]
 

@@ -414,9 +414,9 @@ def test_experts_in_one_tensor_are_quantized_each(made, tmp_path):
 def test_unknown_part_is_not_treated_as_vision(made, tmp_path):
     folder, _ = made("gemma 3")
     changed = edited(
-        folder, tmp_path / "x", lambda s: s.update({"model.audio.weight": torch.ones(2)})
+        folder, tmp_path / "x", lambda s: s.update({"model.actions.weight": torch.ones(2)})
     )
-    with pytest.raises(InputError, match="that no layer of the model uses.*model.audio.weight"):
+    with pytest.raises(InputError, match="that no layer of the model uses.*model.actions.weight"):
         logits(changed)
 
 

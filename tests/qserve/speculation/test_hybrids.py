@@ -62,9 +62,9 @@ def without(tiny_model):
             engine = make_engine(name if "/" in str(name) else tiny_model(name))
             prompts, add = {}, engine.add_request
 
-            def add_request(request_id, prompt, params):
+            def add_request(request_id, prompt, params, **others):
                 prompts[request_id] = list(prompt)
-                add(request_id, prompt, params)
+                add(request_id, prompt, params, **others)
 
             engine.add_request = add_request
             found, *_ = chats(engine)
