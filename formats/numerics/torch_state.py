@@ -12,7 +12,7 @@ def torch_defaults(*, dtype: bool = True) -> Iterator[None]:
 
     The caller's settings return at the end. The default dtype belongs to the whole process; the
     others belong to the thread. `dtype` False leaves the default dtype as it is, for calls that run
-    beside other threads.
+    while other threads run.
     """
     before = torch.get_default_dtype()
     with ExitStack() as changed:

@@ -25,7 +25,8 @@ from qserve.engine.step.step_input import StepInput
 from qserve.lora.adapter_table import AdapterTable, make_table
 from qserve.model.expert_loads import check_loads
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks, place_experts
+from qserve.model.rank_shards import check_ranks
+from qserve.model.tp_plan import place_experts
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
-"""Fixtures of all product tests: a limit on steps without events, and a byte-fallback tokenizer."""
+"""Fixtures of all product tests: a limit on steps without events, a byte-fallback tokenizer, and
+the arguments of `qserve serve`."""
+
+import dataclasses
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from qserve.cli import COMMANDS
 from qserve.engine.engine import Engine
 from qserve.text.tokenizer import Tokenizer
 
@@ -48,3 +52,12 @@ def byte_fallback(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("byte_fallback")
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
     return Tokenizer(folder)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Arguments that `qserve serve` got."""
+    seen = []
+    command = dataclasses.replace(COMMANDS["serve"], run=lambda *given: seen.append(given) or 0)
+    monkeypatch.setitem(COMMANDS, "serve", command)
+    return seen

@@ -6,7 +6,8 @@ import torch
 
 from qserve.config import EngineConfig
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import has_equal_shards, place_experts
+from qserve.model.rank_shards import has_equal_shards
+from qserve.model.tp_plan import place_experts
 from qserve.parallel.ranks import Ranks, join
 
 

@@ -17,7 +17,7 @@ from qserve.kv_transfer.peer.rank_pages import BufferSize, PeerRankPages
 from qserve.kv_transfer.peer.tensors import SlotCache, page_tensors, state_tensors
 from qserve.kv_transfer.rank_pages import RankPages
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import first_kv_heads, state_ranges
+from qserve.model.rank_shards import first_kv_heads, state_ranges
 from qserve.parallel.ranks import Ranks
 
 STEPS_IN_BUFFER = 4  # the default buffer holds the pages of so many of the largest steps

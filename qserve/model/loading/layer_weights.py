@@ -41,8 +41,9 @@ from qserve.model.loading.expert_weights import (
 )
 from qserve.model.loading.latent_weights import absorbed, block_indexer, indexer
 from qserve.model.model_config import ModelConfig
+from qserve.model.rank_shards import HEAD_SIZES
 from qserve.model.state_shard import StateShard
-from qserve.model.tp_plan import HEAD_SIZES, WHOLE, LinearPart, LinearShard, TpPlan
+from qserve.model.tp_plan import WHOLE, LinearPart, LinearShard, TpPlan
 from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
 
 AnyLinear = TypeVar("AnyLinear", bound=Linear)

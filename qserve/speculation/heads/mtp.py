@@ -28,7 +28,8 @@ from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import TpPlan, first_kv_heads
+from qserve.model.rank_shards import first_kv_heads
+from qserve.model.tp_plan import TpPlan
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter

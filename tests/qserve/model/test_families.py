@@ -25,7 +25,7 @@ from qserve.model import families
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.loader import load
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks
+from qserve.model.rank_shards import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.own_code.models import TINY_MODELS
 from tests.qserve.model.variants import TOKENS, edited, logits, relative

@@ -6,7 +6,7 @@ from calibrate.float_model import FloatModel
 from formats.errors import InputError
 from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks
+from qserve.model.rank_shards import check_ranks
 from tests.conftest import make_tiny
 from tests.qserve.model.variants import edited
 from tests.tiny_families import GEMMA, TINY_FAMILIES

@@ -18,7 +18,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks
+from qserve.model.rank_shards import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.own_code.models import TINY_MODELS, baichuan, lightning_ling, solar, write
 from tests.own_code.references import Reference

@@ -13,7 +13,8 @@ from qserve import AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
 from qserve.model.blocks.moe import MoeMlp
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks, place_experts
+from qserve.model.rank_shards import check_ranks
+from qserve.model.tp_plan import place_experts
 from qserve.parallel.expert_placement import COUNTS
 from tests.conftest import make_tiny
 from tests.qserve.engine.control.new_weights import changed, stored

@@ -15,7 +15,7 @@ from qserve.engine import build
 from qserve.engine.engine import Engine
 from qserve.engine.step.step_input import StepInput
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks
+from qserve.model.rank_shards import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder

@@ -10,7 +10,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from qserve.engine.kv_cache import state_snapshots
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks
+from qserve.model.rank_shards import check_ranks
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import MODES, chats, make_engine
 from tests.qserve.model.test_variants import reorder

@@ -12,7 +12,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig
-from qserve.model.tp_plan import check_ranks, first_kv_heads, has_equal_shards
+from qserve.model.rank_shards import check_ranks, first_kv_heads, has_equal_shards
 from qserve.parallel.expert_placement import ExpertPlacement
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
