@@ -84,6 +84,7 @@ def main() -> None:
     )
     parser.add_argument("--float", action="store_true", help="float weights")
     parser.add_argument("--dtype", default="auto", help="of activations; auto is float32 on a CPU")
+    parser.add_argument("--lm-head-quantization", help="round the head: w8a16 or w4a16")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
@@ -106,6 +107,7 @@ def main() -> None:
             enforce_eager=arguments.enforce_eager,
             batch_invariant=arguments.batch_invariant,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            lm_head_quantization=arguments.lm_head_quantization,
             speculative_config=arguments.speculative_config,
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, longest + arguments.output),

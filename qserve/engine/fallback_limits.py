@@ -42,6 +42,11 @@ LIMITS = (
         "a drafter cannot read the hidden states of its layers; ngram works",
     ),
     Limit(
+        "--lm-head-quantization",
+        lambda config: config.lm_head_quantization is not None,
+        "transformers computes its logits",
+    ),
+    Limit(
         "--load-format dummy",
         lambda config: config.load_format == "dummy",
         "its weights are checked against transformers at startup",

@@ -7,6 +7,7 @@ from qserve.config import EngineConfig
 from qserve.engine import media_limits
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.step_input import StepInput
+from qserve.model.loading.head_scheme import with_head_scheme
 from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
 
@@ -21,6 +22,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
         quantization=config.online_quantization,
         implementation=config.model_impl,
     )
+    model = with_head_scheme(model, config.lm_head_quantization)
     return media_limits.with_settings(config, model)
 
 

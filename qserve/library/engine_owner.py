@@ -77,6 +77,7 @@ class EngineOwner(ABC):
         activation_bits: Literal[8, 16] | None = None,
         quantization: str | None = None,
         quantization_config: str | dict[str, Any] | None = None,
+        lm_head_quantization: Literal["w8a16", "w4a16"] | None = None,
         load_format: Literal[
             "auto", "dummy", "safetensors", "gguf", "bitsandbytes", "mistral"
         ] = "auto",

@@ -24,6 +24,7 @@ from formats.errors import COPY_CONFIG, InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.files.model_path import MISTRAL_INDEX, model_folder, origin
 from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.scheme import Scheme
 from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support
 from qserve.model.fallback.config import fallback_fields
@@ -73,6 +74,8 @@ class ModelConfig:
     mxfp4_experts: bool = False
     # set for a float checkpoint that is quantized while it loads; `quant` describes the result
     rounding: RoundingPlan | None = None
+    # scheme to which a float head is rounded while it loads; None: it stays in float
+    head_scheme: Scheme | None = None
 
     def check_length(self, max_model_len: int) -> None:
         """Raise InputError if the rope of a layer does not support `max_model_len` positions."""

@@ -56,6 +56,7 @@ ENGINE_FLAGS = {
     "--enforce-eager",
     "--language-model-only",
     "--mm-encoder-quantization",
+    "--lm-head-quantization",
     "--kernel",
     "--plain-kernel-launch",
     "--activation-bits",

@@ -12,7 +12,7 @@ import torch
 
 from formats.files.tensor_entry import ComputedEntry, TensorEntry, header_of
 
-WHOLE = "InklingForConditionalGeneration"
+WHOLE, TEXT = "InklingForConditionalGeneration", "InklingForCausalLM"
 _PREFIX, _OWN = "model.llm.", "model.language_model."
 # tensors outside of the layers
 _ENDS = {
@@ -58,6 +58,11 @@ _ALTERNATING = {
         "mlp.shared_experts.{e}.up_proj.weight",
     ),
 }
+# names by transformers before 5.23
+_OLDER = {
+    f"{model}embed_norm.weight": f"{model}embed_tokens.embed_norm.weight"
+    for model in ("model.", _OWN)
+}
 _LAYER = re.compile(r"(layers\.\d{1,9}\.)(.+)")
 
 
@@ -80,7 +85,9 @@ def inkling_entries(entries: dict[str, Any]) -> dict[str, Any]:
     for name, entry in entries.items():
         local = name.removeprefix(_PREFIX)
         match = _LAYER.fullmatch(local)
-        if local == name or (match is None and local not in _ENDS):
+        if name in _OLDER:
+            found[_OLDER[name]] = _named(entry, _OLDER[name])
+        elif local == name or (match is None and local not in _ENDS):
             found[name] = entry
         elif match is None:
             found[_ENDS[local]] = _named(entry, _ENDS[local])

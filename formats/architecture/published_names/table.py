@@ -5,11 +5,11 @@ from typing import Any
 
 from formats.architecture.family import architecture_of
 from formats.architecture.published_names.cosmos3 import EDGE, OMNI, reasoner_entries
-from formats.architecture.published_names.inkling import WHOLE, inkling_entries
+from formats.architecture.published_names.inkling import TEXT, WHOLE, inkling_entries
 
 _ENTRIES = {
     **dict.fromkeys((*OMNI, EDGE), reasoner_entries),
-    WHOLE: inkling_entries,
+    **dict.fromkeys((WHOLE, TEXT), inkling_entries),
 }
 
 

@@ -24,7 +24,7 @@ SETTINGS = (
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
     *("quantization_config", "spec_acceptance", "enable_lora", "enable_expert_parallel"),
     *("prefill_context_parallel_size", "prefill_context_parallel_min_tokens"),
-    "mm_encoder_quantization",
+    *("mm_encoder_quantization", "lm_head_quantization"),
 )
 # More settings on which the bits depend, unless --batch-invariant is on.
 SETTINGS_OF_BATCHES = (

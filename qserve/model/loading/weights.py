@@ -15,11 +15,13 @@ from tqdm import tqdm
 from formats.architecture.bare_model import RANKER, RANKER_TENSORS, SCORE, SCORE_OFFSET
 from formats.architecture.projection import Shape
 from formats.architecture.sizes import size
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, merge
 from formats.numerics.sinusoids import sinusoids
+from formats.scheme import Scheme
+from formats.weight_digest import rounded
 from qkernels import QuantLinear
 from qkernels.choice import FIXED_ORDER
 from qkernels.wna16.layout import kernel_bits
@@ -37,6 +39,7 @@ from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.expert_weights import not_read_ahead
+from qserve.model.loading.head_scheme import FLAG as HEAD_FLAG
 from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
@@ -185,20 +188,36 @@ class Weights:
         }
 
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
-        """Return the LM head: a separate matrix, or the embedding table."""
+        """Return the LM head: a separate matrix, or the embedding table.
+
+        With a `head_scheme` it is rounded. Raises InputError if it is quantized already.
+        """
         name = self.family.head.removesuffix(".weight")
         if not self.config.tied_head or self.source.is_quantized(name):
-            return self.output_matrix(name)
-        if isinstance(embedding, PackedTable):
-            return self._gathered(self._quantized(embedding.packed, None))
-        return self._gathered(self.float_linear(embedding))
+            head = self._output_matrix(name)
+        elif isinstance(embedding, PackedTable):
+            head = self._quantized(embedding.packed, None)
+        else:
+            head = self.float_linear(embedding)
+        if self.config.head_scheme is not None:
+            head = self._rounded_head(head, self.config.head_scheme)
+        return self._gathered(head)
+
+    def _rounded_head(self, head: Linear, scheme: Scheme) -> QuantLinear:
+        if not isinstance(head, FloatLinear):
+            raise InputError(HEAD_FLAG, "the head is quantized already", "remove the flag")
+        return self._quantized(rounded(head.weight, scheme, self.family.head), head.bias)
 
     def output_matrix(self, name: str) -> Linear:
         """Return a linear from hidden states to logits of the whole vocabulary."""
+        return self._gathered(self._output_matrix(name))
+
+    def _output_matrix(self, name: str) -> Linear:
+        """Return the linear with this rank's logits."""
         part = self.vocabulary
         cut = WHOLE if part is None else LinearShard(rows=((part.start, part.stop),))
         sizes = [self.config.vocab_size], self.config.hidden_size
-        return self._gathered(self.linear([name], *sizes, bias=self.family.head_bias, cuts=[cut]))
+        return self.linear([name], *sizes, bias=self.family.head_bias, cuts=[cut])
 
     def _gathered(self, head: Linear) -> Linear:
         part = self.vocabulary

@@ -24,7 +24,9 @@ from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
 
 # Fields of ModelConfig that may differ between the running model and its new weights.
-MAY_DIFFER = frozenset({"values", "quant", "rounding", "dtype", "eos_token_ids", "context"})
+MAY_DIFFER = frozenset(
+    {"values", "quant", "rounding", "head_scheme", "dtype", "eos_token_ids", "context"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -388,3 +388,11 @@ def test_layers_are_those_of_transformers():
     )
     assert found["layer_types"] == want.layer_types
     assert found["mlp_layer_types"] == want.mlp_layer_types
+
+
+def test_name_of_embedding_norm_before_transformers_5_23_is_read(source, tmp_path):
+    def rename(state):
+        state["model.embed_norm.weight"] = state.pop("model.embed_tokens.embed_norm.weight")
+
+    older = edited(source, tmp_path / "older", rename)
+    assert torch.equal(logits(older), logits(source))

@@ -27,6 +27,7 @@ CASES = [
             *((family, {"quantization": "w8a8"}) for family in ("llama", "phi3")),
             *((family, {}) for family in sorted(TINY_FAMILIES)),
             ("qwen3", {"quantization": "fp8"}),
+            *((family, {"lm_head_quantization": "w8a16"}) for family in ("llama", "qwen3")),
         ]
     ),
 ]
