@@ -267,5 +267,5 @@ class ConvolvedLayer(Layer):
         made: LinearOutput = self.mlp(x_TC, plan)
         made_TC = reduced(made)
         if self.mlp_factor is not None:
-            made_TC = made_TC * self.mlp_factor
+            made_TC = (made_TC * self.mlp_factor).to(made_TC.dtype)
         return self.attention.convolved(made_TC, "mlp", step, cache), residual_TC
