@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.gpu.config import power_of_two
+from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 
 BLOCK = 256
@@ -32,7 +32,7 @@ def receive_(
     with on_device(to_B):
         launch(
             _receive,
-            (1,),
+            (ceil_div(len(to_B), BLOCK),),
             to_B,
             ring_DB,
             counter,
@@ -84,12 +84,11 @@ def _receive(
     BLOCK: tl.constexpr,
 ):
     entry_ptr = ring_ptr + (tl.load(counter_ptr) % DEPTH) * stride
-    for start in range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        words = tl.load(entry_ptr + i, mask=i < count, other=0, volatile=True)
-        is_pending = (i < num_tokens) & (words < 0)
-        sampled = tl.load(samples_ptr + (-1 - words), mask=is_pending, other=0)
-        tl.store(to_ptr + i, tl.where(is_pending, sampled, words), mask=i < count)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(entry_ptr + i, mask=i < count, other=0, volatile=True)
+    is_pending = (i < num_tokens) & (words < 0)
+    sampled = tl.load(samples_ptr + (-1 - words), mask=is_pending, other=0)
+    tl.store(to_ptr + i, tl.where(is_pending, sampled, words), mask=i < count)
 
 
 @triton.jit(do_not_specialize=["count", "stride"])

@@ -26,7 +26,7 @@ from qserve.engine.step.transfer import HostCopy, to_device
 
 # Entries of each ring: more than the steps in flight, whose tokens the host has not read.
 DEPTH = 16
-MAX_ROWS = 8  # with more rows the device is slower than the host
+MAX_ROWS = 64  # with more rows the device is slower than the host
 
 
 def is_whole(step: StepInput) -> bool:
