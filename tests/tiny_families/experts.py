@@ -98,6 +98,15 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "flint": (
+        "FlintConfig",
+        {
+            **{"head_dim": 16, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+            **{"mlp_only_layers": [0], "pad_token_id": 0},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "dots1": (
         "Dots1Config",
         {
@@ -250,4 +259,5 @@ ROWS = (
     "phimoe",
     "mellum",
     "hy_v3",
+    "flint",
 )

@@ -279,6 +279,24 @@ KOLIBRI = {
     },
     "other_tensors": {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"},
 }
+FLINT = {
+    **ATTENTION_BIAS,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(scores="sigmoid", normalized=Stated("norm_topk_prob", True), float32=True),
+        shared=SharedExpert(
+            **gated("mlp.shared_expert", *NAMES, "shared_expert_intermediate_size")
+        ),
+        **QWEN_DENSE,
+    ),
+    "sinks": "self_attn.softmax_offset",
+    "names_in_transformers": {"self_attn.softmax_offset": "self_attn.sinks"},
+    "norms": (*norms_before("mlp"), *HEAD_NORMS),
+    "window": "layer_types",
+    "rope": "windows",
+}
 HY_3 = {
     **ATTENTION_BIAS,
     "experts": experts(

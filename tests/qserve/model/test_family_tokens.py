@@ -177,7 +177,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
-        *(("step", "gptq"), ("step", "awq")),
+        *(("step", "gptq"), ("step", "awq"), ("flint", "gptq"), ("flint", "awq")),
         *(("minimax_m3", "gptq"), ("minimax_m3", "awq")),
         *(("dots3", "gptq"), ("dots3", "awq")),
         *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),
