@@ -67,6 +67,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt_neo": classics.gpt_neo,
     "gpt_bigcode": classics.gpt_bigcode,
     "falcon": classics.falcon,
+    "cohere2_moe": mixtures.cohere_moe,
     "ernie4_5_moe": mixtures.ernie_moe,
     "ernie4_5_vl_moe_text": mixtures.ernie_vl,
     "minimax_m3_vl_text": mixtures.minimax_m3,

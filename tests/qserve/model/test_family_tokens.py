@@ -66,6 +66,22 @@ VARIANTS = {
             },
         },
     ),
+    "cohere 2 moe, softmax": (
+        "Cohere2MoeConfig",
+        {
+            **TINY_FAMILIES["cohere2_moe"][1],
+            **{"expert_selection_fn": "softmax", "rms_norm_eps": None, "num_shared_experts": 0},
+            **{"layer_types": None, "sliding_window_pattern": 2, "mlp_layer_types": None},
+        },
+    ),
+    "cohere 2 moe, sum of experts": (
+        "Cohere2MoeConfig",
+        {
+            **TINY_FAMILIES["cohere2_moe"][1],
+            **{"shared_expert_combination_strategy": "sum", "norm_topk_prob": False},
+            "prefix_dense_sliding_window_pattern": 2,
+        },
+    ),
     "granite, tied": (
         "GraniteConfig",
         {"tie_word_embeddings": True, "embedding_multiplier": 12, "logits_scaling": 0.5},
@@ -178,6 +194,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
         *(("step", "gptq"), ("step", "awq"), ("flint", "gptq"), ("flint", "awq")),
+        *(("cohere2_moe", "gptq"), ("cohere2_moe", "awq")),
         *(("minimax_m3", "gptq"), ("minimax_m3", "awq")),
         *(("dots3", "gptq"), ("dots3", "awq")),
         *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),

@@ -34,7 +34,6 @@ SIZES = {
 RUN = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
-    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "persimmon": {},
     "modernbert-decoder": {},
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -53,6 +52,7 @@ DERIVED = {"longcat_flash": ("intermediate_size", "num_hidden_layers")}
 # Families with a row, which run so on request
 WITH_ROW = {
     "olmo": {},  # norms without factors
+    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     # sinks
     "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
