@@ -87,6 +87,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "hy_v3": parts.expert_layers,
     "youtu": latent.query_rank(1536),
     "axk1": latent.axk1,
+    "sarvam_mla": latent.sarvam,
     "afmoe": mixtures.afmoe,
     "minicpm3": latent.minicpm3,
     "mistral4": latent.query_rank(1024),
