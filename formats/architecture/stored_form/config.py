@@ -34,7 +34,11 @@ _SAME_LAYERS = {
         "mimo_v2": "mimo_v2_flash",
     },
     **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
+    **dict.fromkeys(("telechat3", "PanguEmbedded"), "llama"),
 }
+_ROPES = ("rope_parameters", "rope_scaling")
+# model_type -> keys whose values in the file are written again, because other programs read them
+_KEPT = {"telechat3": _ROPES, "sarvam_mla": (*_ROPES, "head_dim")}
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
     "MPTForCausalLM": "MptForCausalLM",
@@ -56,6 +60,10 @@ _SAME_FILES = {
     "OrionForCausalLM": "StableLmForCausalLM",
     **dict.fromkeys(
         ("InternLMForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"
+    ),
+    **dict.fromkeys(
+        ("TeleChat3ForCausalLM", "Telechat3ForCausalLM", "PanguEmbeddedForCausalLM"),
+        "LlamaForCausalLM",
     ),
 }
 # model_type -> function that derives the keys for which a new name is not enough
@@ -110,7 +118,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,
-    "llama": own_code.internlm,
+    "llama": own_code.llama_like,
     "stablelm": own_code.orion,
     "exaone": own_code.exaone,
     "baichuan": own_code.baichuan,
@@ -142,7 +150,8 @@ def canonical_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that `canonical_config` replaces, with the file's values."""
-    return {key: config[key] for key in _same(config)}
+    kept = _KEPT.get(str(config.get("model_type")), ())
+    return {key: config[key] for key in (*_same(config), *kept) if key in config}
 
 
 def _canonical_type(config: dict[str, Any]) -> dict[str, Any]:
