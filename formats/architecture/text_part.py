@@ -62,6 +62,7 @@ WRAPPERS = (
     "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    "JanusForConditionalGeneration",
     RANKING,
     "Kimi_K25ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
@@ -163,6 +164,8 @@ _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_s
 _PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
 _PART_NAMES += ("audio", "vision_projector")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
+# Janus' generator of images
+_PART_NAMES += ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
     "mlp_AR": "projector",

@@ -22,6 +22,13 @@ def _framed_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
     yield "<end_of_image>\n\n"
 
 
+def _janus_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield the square, between the start and end tokens of images."""
+    yield "<begin_of_image>"
+    yield from _pieces(found, values)
+    yield "<end_of_image>"
+
+
 def square_length(values: Values) -> int:
     """Return the number of embeddings of a square."""
     if "mm_tokens_per_image" in values:
@@ -48,5 +55,6 @@ def _prompt_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], 
 
 
 SQUARE = Layout(pieces=_pieces, inputs=_inputs)
+JANUS = Layout(pieces=_janus_pieces, inputs=_inputs)
 FRAMED_SQUARE = Layout(pieces=_framed_pieces, inputs=_inputs)
 PROMPT_SQUARES = Layout(pieces=_pieces, inputs=_prompt_inputs)

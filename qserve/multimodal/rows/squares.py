@@ -65,6 +65,12 @@ SQUARES: tuple[VisionFamily, ...] = (
         prefixes=DEEPSEEK,
     ),
     VisionFamily(
+        architecture="JanusForConditionalGeneration",
+        layout="janus",
+        encoder="square",
+        prefixes=DEEPSEEK,
+    ),
+    VisionFamily(
         architecture="LlavaNextForConditionalGeneration",
         image_token_keys=("image_token_id", "image_token_index"),
         layout="next",
