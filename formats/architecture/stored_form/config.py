@@ -21,12 +21,16 @@ from formats.architecture.stored_form import (
 from formats.architecture.stored_form.mimo import mimo_v2
 from formats.families import family_of
 
+_UNIFIED = "gemma4_unified_text"  # text model of Gemma 4 12B
+_UNLIKE_GEMMA_4 = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+_UNIFIED_DEFAULTS = {"sliding_window": 1024, "max_position_embeddings": 262144}
 # model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
     "AXK1": "axk1",
     **{"minimax_m3": "minimax_m3_vl_text", "dots3_note": "dots3_note_text"},
+    _UNIFIED: "gemma4_text",
     **{
         "jina_embeddings_v5": "qwen3",
         "mimo": "qwen2",
@@ -49,6 +53,7 @@ _SAME_FILES = {
     "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "Gemma4ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
@@ -166,6 +171,8 @@ def _same(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(model_type, str) and model_type in _SAME_LAYERS:
         found["model_type"] = _SAME_LAYERS[model_type]
+    if model_type == _UNIFIED:
+        found |= _UNLIKE_GEMMA_4 | {key: config.get(key, n) for key, n in _UNIFIED_DEFAULTS.items()}
     if name in _SAME_FILES:
         found["architectures"] = [_SAME_FILES[name]]
     return found

@@ -385,6 +385,32 @@ def test_gemma_3n_as_published(tiny_model, tmp_path):
     assert torch.equal(logits(whole), logits(source))
 
 
+def test_text_model_of_gemma_4_12b_alone(tmp_path):
+    """Gemma4UnifiedForCausalLM, also if config.json leaves out the window and the heads."""
+    text = {**TEXT, **TINY_FAMILIES["gemma4"][1], "num_hidden_layers": 6}
+    for key in ("hidden_size_per_layer_input", "layer_types", "sliding_window"):
+        text.pop(key, None)
+    torch.manual_seed(3)
+    config = transformers.Gemma4UnifiedTextConfig(**text)
+    model = transformers.Gemma4UnifiedForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        want = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(tmp_path / "model"), want) < 1e-5
+
+    def leave_out(values):
+        assert values.pop("sliding_window") == 1024
+        assert values["architectures"] == ["Gemma4UnifiedForCausalLM"]
+
+    folder = edited(tmp_path / "model", tmp_path / "x", config=leave_out)
+    assert relative(logits(folder), want) < 1e-5
+    target = tmp_path / "quantized"
+    quantize_checkpoint(folder, target, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
+    assert 0 < relative(logits(target), want) < 0.1
+    stated = json.loads((target / "config.json").read_text())
+    assert stated["model_type"] == "gemma4_unified_text"
+
+
 @pytest.mark.parametrize("name", ["gemma 3", "mistral 3"])
 def test_names_of_the_modules_in_transformers(made, tmp_path, name):
     """model.language_model.layers, where published files have language_model.model.layers."""
