@@ -74,6 +74,7 @@ WRAPPERS = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",

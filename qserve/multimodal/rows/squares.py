@@ -153,6 +153,14 @@ SQUARES: tuple[VisionFamily, ...] = (
         prefixes=MINICPM,
     ),
     VisionFamily(
+        architecture="MiniCPMOcrForConditionalGeneration",
+        processor_class="MiniCPMV4_6ImageProcessorPil",
+        fixed_options={"small_image_upsize": "always"},  # "adaptive" needs OpenCV
+        layout="minicpm",
+        encoder="slices",
+        prefixes=MINICPM,
+    ),
+    VisionFamily(
         architecture="Cohere2VisionForConditionalGeneration",
         image_processor="cohere2_vision",
         layout="cohere2",
