@@ -88,6 +88,22 @@ JANUS = {
     },
     "image_processor": "JanusImageProcessor",
 }
+# One square of 32 pixels: 64 patches, and an embedding for 16 of them.
+GOT_OCR = {
+    "config": "GotOcr2Config",
+    "tokens": ["<imgpad>", "<img>", "</img>"],
+    "placeholder": "<img><imgpad></img>",
+    "image": "<imgpad>",
+    "text_type": "qwen2",
+    "vision": {
+        **{"hidden_size": 32, "output_channels": 32, "mlp_dim": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "image_size": 32, "patch_size": 4, "window_size": 3},
+        **{"global_attn_indexes": [1], "initializer_range": 0.2},
+    },
+    "whole": {},
+    "image_processor": "GotOcr2ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}},
+}
 FAMILIES = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
@@ -95,4 +111,5 @@ FAMILIES = {
     "vip_llava": VIP_LLAVA,
     "deepseek_vl": DEEPSEEK_VL,
     "janus": JANUS,
+    "got_ocr": GOT_OCR,
 }

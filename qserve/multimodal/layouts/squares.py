@@ -34,6 +34,8 @@ def square_length(values: Values) -> int:
     if "mm_tokens_per_image" in values:
         return values["mm_tokens_per_image"]
     vision = values["vision_config"]
+    if vision["model_type"] == "got_ocr2_vision":  # two convolutions halve each side
+        return (vision["image_size"] // vision["patch_size"] // 4) ** 2
     has_class = vision["model_type"] == "clip_vision_model"
     length = (vision["image_size"] // vision["patch_size"]) ** 2 + has_class
     # ViP-LLaVA states no strategy, and drops the class

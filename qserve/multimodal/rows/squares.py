@@ -65,6 +65,14 @@ SQUARES: tuple[VisionFamily, ...] = (
         prefixes=DEEPSEEK,
     ),
     VisionFamily(
+        architecture="GotOcr2ForConditionalGeneration",
+        image_token_keys=("image_token_id", "image_token_index"),
+        fixed_options={"crop_to_patches": False},
+        layout="square",
+        encoder="square",
+        prefixes=LLAVA,
+    ),
+    VisionFamily(
         architecture="JanusForConditionalGeneration",
         layout="janus",
         encoder="square",
