@@ -212,7 +212,8 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[ScalePair]:
     """Yield the scale pairs of a layer in the order they run.
 
-    Experts have none, because the router reads their input in float.
+    Experts have none, because the router reads their input in float; nor have the norms that feed
+    both experts and attention.
     """
     blocks = family.blocks(config, layer)
     norm_of = {
@@ -220,7 +221,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
         for norm in family.norms
         if is_set(norm.present, config) and norm.is_in(blocks)
     }
-    if family.qkv.name in norm_of:
+    feeds_router = blocks.experts and is_set(family.parallel, config)
+    if family.qkv.name in norm_of and not feeds_router:
         readers = family.first_projections(config, layer)
         linears = tuple(name for projection in readers for name in _stored(projection))
         if linears:

@@ -346,6 +346,7 @@ STORED_NAMES = {
 # the same, of one model_type; they come instead of those
 OWN_NAMES = {
     "axk1": {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."},
+    "flint": {".softmax_offset": ".sinks"},
     **{"mamba": {}, "falcon_mamba": {}, "mamba2": {}},
     "hy_v3": {
         **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},

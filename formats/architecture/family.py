@@ -249,7 +249,8 @@ class Family(FamilyFields):
         if blocks.attention:
             gates = () if self.head_gates is None else (self.head_gates,)
             found = (*found, self.qkv, *gates)
-        reads_mlp = is_set(self.parallel, config) or not (found or blocks.experts)
+        is_parallel = blocks.dense and is_set(self.parallel, config)
+        reads_mlp = is_parallel or not (found or blocks.experts)
         return (*found, self.gate_up) if reads_mlp else found
 
     @property

@@ -54,6 +54,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration",
     "HCXVisionV2ForCausalLM",
     "HunYuanVLForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
@@ -62,6 +63,7 @@ WRAPPERS = (
     "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    "JanusForConditionalGeneration",
     RANKING,
     "Kimi_K25ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
@@ -73,6 +75,7 @@ WRAPPERS = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -103,13 +106,21 @@ WRAPPERS = (
     "Cosmos3EdgeForConditionalGeneration",
     "Dots3NoteForCausalLM",
     "Dots3NoteForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
+    "Granite4VisionForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
     _INKLING,
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
     "NemotronH_Nano_VL_V2",
+    "Ovis2ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "VideoLlama3ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
 )
 _DEEPSEEK = "deepseek"  # model_type of DeepSeek-OCR's text part
 # model_type of a text part -> model_type of the text model with the same layers
@@ -122,6 +133,8 @@ _SAME_LAYERS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
+    "granite4_vision_text": "granite",
+    "granite_docling_text": "granite",
     "hunyuan_vl": "hunyuan_v1_dense",
     "hunyuan_vl_text": "hunyuan_v1_dense",
     "intern_s2_preview_text": "qwen3_5_moe_text",
@@ -163,6 +176,12 @@ _PART_NAMES += ("embed_tokens_extend", "aligner", "mlp_AR", "projector", "time_s
 _PART_NAMES += ("vision_embedder", "vision_adapter", "audio_encoder", "speech_embeddings")
 _PART_NAMES += ("audio", "vision_projector")
 _PART_NAMES += ("talker", "token2wav", "code2wav")
+# of Granite Speech, Granite 4 Vision, Granite Docling, Ovis 2 and DeepSeek-VL 7B
+_PART_NAMES += ("encoder", "layerwise_projectors", "spatial_projectors", "density_router")
+_PART_NAMES += ("visual_embeddings_table", "high_res_vision_model", "high_res_vision_neck")
+_PART_NAMES += ("high_res_vision_proj",)
+# Janus' generator of images
+_PART_NAMES += ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
     "mlp_AR": "projector",
@@ -176,8 +195,8 @@ _IN_TRANSFORMERS = {
     "sound_projection": "embed_audio",
 }
 _PART_NAMES += ("sam_model", "qwen2_model", "vit", "resampler_model", "patch_merge_mlp")
-# tensors outside of any part: LLaVA-NeXT's and DeepSeek-OCR's
-_LONE_TENSORS = ("image_newline", "view_seperator", "view_separator")
+# tensors outside of any part: LLaVA-NeXT's, DeepSeek-OCR's and DeepSeek-VL 7B's
+_LONE_TENSORS = ("image_newline", "view_seperator", "view_separator", "high_res_vision_alpha")
 # prefixes of the other parts
 _OTHER_PARTS = tuple(
     f"{parent}{part}." for parent in ("", "model.", _THINKER) for part in _PART_NAMES
@@ -221,6 +240,12 @@ _ALWAYS_OF = {
     # the code in jina-reranker-m0's folder subtracts 2.65 from each score
     RANKING: {INSTEAD_OF_HEAD: RANKER, SCORE_OFFSET: -2.65},
 }
+_OF_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     "glm4v_text": {"partial_rotary_factor": 1.0},
@@ -231,11 +256,23 @@ _DEFAULTS = {
     "paddleocr_vl": {"head_dim": 128, "num_key_value_heads": 2},
     "paddleocr_vl_text": {"head_dim": 128, "num_key_value_heads": 2},
     # LLaVA-1.5: its text_config names the model that it was trained from
-    "llama": {
+    "llama": _OF_LLAMA,
+    # Qwen2-Audio
+    "qwen2": {
         "hidden_size": 4096,
-        "intermediate_size": 11008,
+        "intermediate_size": 22016,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    # Granite Speech, Granite 4 Vision
+    **dict.fromkeys(("granite", "granite4_vision_text"), _OF_LLAMA),
+    "granite_docling_text": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
     },
     # Idefics2, LLaVA-NeXT
     "mistral": {

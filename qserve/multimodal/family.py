@@ -25,6 +25,8 @@ class VisionFamily:
     # least and most pixels of an image, where the files of `processor_class` state none; (): the
     # class has them
     default_pixels: tuple[int, ...] = ()
+    # options of the image processor -> the only supported value, which missing options also have
+    fixed_options: Mapping[str, Any] = field(default_factory=dict)
     # row of encoders.ENCODERS, which calls the tower; "grid": qwen_tower.py does instead
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": the model takes no videos

@@ -281,6 +281,8 @@ def load_image_processor(folder: str | Path) -> Any:
         return OwnImageProcessor(folder, family.image_processor)
     from transformers import AutoImageProcessor
 
+    if family is not None:
+        _check_options(Path(folder), family)
     try:
         if family is not None and family.processor_class:
             return _stated_class(Path(folder), family)
@@ -301,6 +303,20 @@ def load_image_processor(folder: str | Path) -> Any:
             f"has no image processor that transformers can load: {one_line(error)}",
             COPY_OPTIONS,
         ) from error
+
+
+def _check_options(folder: Path, family: VisionFamily) -> None:
+    """Raise CheckpointError for an option with an unsupported value."""
+    if not family.fixed_options or not (folder / OPTIONS).is_file():
+        return
+    stated = read_json(folder / OPTIONS)
+    for key, value in family.fixed_options.items():
+        if stated.get(key, value) != value:
+            raise CheckpointError(
+                f"{folder / OPTIONS} {key}",
+                f"expected {value!r}, found {stated[key]!r:.80}, which is not supported",
+                f"set it to {value!r}",
+            )
 
 
 def _stated_class(folder: Path, family: VisionFamily) -> Any:

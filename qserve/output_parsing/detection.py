@@ -30,6 +30,8 @@ TOOL_RULES = (
     Rule(parser="deepseek_v3", has=("<｜tool▁calls▁begin｜>", "```json")),
     Rule(parser="deepseek_v31", has=("<｜tool▁calls▁begin｜>",)),
     Rule(parser="kimi_k2", has=("<|tool_calls_section_begin|>",)),
+    Rule(parser="cohere_command4", has=("<|START_ACTION|>", "<|START_TEXT|>")),
+    Rule(parser="cohere_command3", has=("<|START_ACTION|>",)),
     Rule(parser="minimax_m2", has=("<minimax:tool_call>",)),
     Rule(parser="dots", has=("<dots_function_call>",)),
     Rule(parser="minimax_m3", has=("]<]minimax[>[", "<tool_call>")),
@@ -60,6 +62,9 @@ TOOL_RULES = (
 REASONING_RULES = (
     Rule(parser="gpt_oss", model_types=("gpt_oss",)),
     Rule(parser="gpt_oss", has=("<|channel|>", "<|start|>", "analysis")),
+    Rule(parser="cohere_command4", has=("<|START_THINKING|>", "<|START_TEXT|>")),
+    Rule(parser="cohere_command3", has=("<|START_THINKING|>",)),
+    Rule(parser="cohere_command3", has=("<|START_RESPONSE|>",)),
     Rule(parser="mistral", has=("[THINK]",)),
     Rule(parser="seed_oss", has=("<seed:think>",)),
     Rule(parser="minimax_m3", has=("<mm:think>",)),

@@ -9,6 +9,7 @@ from qserve.output_parsing.marker_search import TOKEN
 from qserve.output_parsing.notations import harmony
 
 THINK = (("<think>",), ("</think>",))
+COHERE = (("<|START_THINKING|>",), ("<|END_THINKING|>",))
 # State at the end of a prompt: reasoning has started, may start, or has ended.
 OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
 
@@ -83,6 +84,10 @@ REASONING_PARSERS = {
     ),
     "hunyuan": ReasoningFormat(answer=("<answer>", "</answer>")),
     "ernie45": ReasoningFormat(answer=("<response>", "</response>")),
+    "cohere_command3": ReasoningFormat(
+        pairs=(COHERE,), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    "cohere_command4": ReasoningFormat(pairs=(COHERE,), answer=("<|START_TEXT|>", "<|END_TEXT|>")),
     "gpt_oss": ReasoningFormat(
         pairs=(((f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",), (harmony.END,)),),
         is_harmony=True,

@@ -13,6 +13,7 @@ from qserve.output_parsing.tool_format import Body, Name, ToolFormat
 ARGUMENTS = Body(read=json_calls.arguments, lark=notations.arguments)
 OBJECT = Body(read=json_calls.objects, lark=notations.named_object)
 LIST = Body(read=json_calls.objects, lark=notations.named_object, left="[", right="]")
+COHERE_LIST = Body(read=json_calls.cohere, lark=notations.cohere, left="[\n    ", right="\n]")
 # Python calls with keyword arguments, in a list or one per line.
 PYTHON_LIST = Body(read=pythonic.pythonic, lark=notations.python, left="[", right="]")
 PYTHON_LINES = Body(read=pythonic.pythonic, lark=notations.python)
@@ -97,6 +98,13 @@ GLM = Tags(
     value="<arg_value>",
     value_end="</arg_value>",
     call_end="</tool_call>",
+)
+COHERE = ToolFormat(
+    opens=("<|START_ACTION|>",),
+    body=COHERE_LIST,
+    closes=("<|END_ACTION|>",),
+    num_shared=1,
+    between=",\n    ",
 )
 CODER_FORMAT = ToolFormat(
     opens=("<tool_call>\n", "<function="),
@@ -273,6 +281,8 @@ TOOL_PARSERS = {
         closes=("</steptml:invoke>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         num_shared=1,
     ),
+    "cohere_command3": COHERE,
+    "cohere_command4": COHERE,
     "xlam": ToolFormat(
         also=("```json", "[TOOL_CALLS]", "<tool_call>"),
         starts=("[",),

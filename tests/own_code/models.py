@@ -316,6 +316,38 @@ def sarvam():
     return config, {n: shape for n, shape in tensors.items() if "eh_proj" not in n}
 
 
+def sarvam_mla(**different):
+    """DeepSeek-V3's tensors; keys of published files, which leave out the groups of experts."""
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12, "v_head_dim": 40}
+    yarn = {"type": "deepseek_yarn", "factor": 40, "original_max_position_embeddings": 16}
+    config = {
+        **without("hidden_act", "num_key_value_heads"),
+        **{"architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", **latent},
+        **{"hidden_act": "silu", "num_experts": 32, "num_experts_per_tok": 3, "head_dim": 44},
+        **{"num_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32},
+        **different,
+    }
+    names = ("gate_proj", "up_proj", "down_proj")
+    own = {
+        **norms("input_layernorm", "post_attention_layernorm"),
+        "self_attn.q_proj.weight": (4 * 36, C),
+        "self_attn.kv_a_proj_with_mqa.weight": (44, C),
+        "self_attn.kv_a_layernorm.weight": (32,),
+        "self_attn.kv_b_proj.weight": (4 * 64, 32),
+        "self_attn.o_proj.weight": (C, 160),
+    }
+    routed = {"mlp.gate.weight": (32, C), **mlp("mlp.shared_experts", *names, 32)}
+    routed["mlp.gate.e_score_correction_bias"] = (32,)
+    for number in range(32):
+        routed |= mlp(f"mlp.experts.{number}", *names, 32)
+    tensors = ends("model.embed_tokens", "model.norm")
+    for i in range(L):
+        feed_forward = mlp("mlp", *names) if i < config["first_k_dense_replace"] else routed
+        tensors |= {f"model.layers.{i}.{n}": s for n, s in {**own, **feed_forward}.items()}
+    return config, tensors
+
+
 SECOND = {"architectures": ["BaichuanForCausalLM"], "norm_head": True}
 TINY_MODELS = {
     "exaone": lambda: exaone(),
@@ -330,6 +362,7 @@ TINY_MODELS = {
     "ling": lambda: bailing(),
     "ling_2": lambda: bailing(second=True),
     "sarvam": lambda: sarvam(),
+    "sarvam_mla": lambda: sarvam_mla(),
     "ling_2_6": lambda: lightning_ling(),
     "ring_linear": lambda: lightning_ling(latent=False),
     "deepseek_moe": lambda: deepseek_moe(routed_scaling_factor=1.5),
@@ -340,6 +373,7 @@ VARIANTS = {
     "plamo2 without states": lambda: plamo2(mamba_enabled=False, full_attention_idx=None),
     "ling without biases": lambda: bailing(use_qkv_bias=False, norm_head=False),
     "ling 2, one group": lambda: bailing(second=True, n_group=1, topk_group=1),
+    "sarvam 105b, its own yarn": lambda: sarvam_mla(rope_scaling=None),
     "ling 2.6 without query latents": lambda: lightning_ling(
         q_lora_rank=None, group_norm_size=1, linear_silu=True, partial_rotary_factor=1.0
     ),

@@ -7,12 +7,14 @@ project. T: tokens, H: heads, J: KV heads, d: head size.
 import json
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import layer_norm, linear, normalize, silu, softmax
 
 from tests.own_code.bailing import bailing
 from tests.own_code.parts import attend, rms, rotate, sequential, swiglu
 from tests.own_code.plamo import plamo2, plamo3
+from tests.tiny_families.merged import with_stacked_experts
 
 
 def exaone(c, t, ids):
@@ -236,6 +238,29 @@ def sarvam(c, t, ids):
     return bailing({**c, **own, "partial_rotary_factor": 1.0}, biases, ids)
 
 
+def sarvam_mla(c, t, ids):
+    """transformers' DeepSeek-V3 with 4 groups of 8 experts, of which 2 are chosen."""
+    yarn = {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    stated = c["rope_scaling"] or {"original_max_position_embeddings": 4096}
+    length = stated["original_max_position_embeddings"]
+    yarn |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": length}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes += ("moe_intermediate_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
+    sizes += ("qk_rope_head_dim", "v_head_dim", "num_experts_per_tok", "first_k_dense_replace")
+    config = transformers.DeepseekV3Config(
+        **{key: c[key] for key in (*sizes, "rms_norm_eps", "max_position_embeddings")},
+        **{"num_key_value_heads": c["num_attention_heads"], "q_lora_rank": None},
+        **{"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+        **{"routed_scaling_factor": 2.5, "norm_topk_prob": True, "pad_token_id": 0},
+        rope_parameters={**yarn, "rope_theta": c["rope_theta"]},
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).float().eval()
+    missing, unexpected = model.load_state_dict(with_stacked_experts(t), strict=False)
+    assert not missing and not unexpected
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
 REFERENCES = {
     "ExaoneForCausalLM": exaone,
     "InternLM2ForCausalLM": internlm2,
@@ -252,6 +277,7 @@ REFERENCES = {
     "BailingMoeV2ForCausalLM": bailing,
     "BailingMoeV2_5ForCausalLM": bailing,
     "SarvamMoEForCausalLM": sarvam,
+    "SarvamMLAForCausalLM": sarvam_mla,
     "BailingMoeLinearV2ForCausalLM": bailing,
 }
 

@@ -98,6 +98,26 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "flint": (
+        "FlintConfig",
+        {
+            **{"head_dim": 16, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+            **{"mlp_only_layers": [0], "pad_token_id": 0},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    # a dense layer that rotates without a window; shared experts
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {
+            **{"head_dim": 16, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"intermediate_size": 32, "prefix_dense_intermediate_size": 64, "logit_scale": 0.5},
+            **{"num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+            **{"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "dots1": (
         "Dots1Config",
         {
@@ -250,4 +270,6 @@ ROWS = (
     "phimoe",
     "mellum",
     "hy_v3",
+    "flint",
+    "cohere2_moe",
 )

@@ -176,6 +176,12 @@ MINICPM_V = {
     "image_processor": "MiniCPMV4_6ImageProcessor",
     "processor": {**PIXELS, "scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4},
 }
+# Four times as many embeddings; transformers' image processor needs torchvision.
+MINICPM_OCR = {
+    **MINICPM_V,
+    "config": "MiniCPMOcrConfig",
+    "image_processor": "MiniCPMOcrImageProcessor",
+}
 # Tiles of 32 pixels, 4 embeddings each, and the whole image in 48 x 48 pixels, 9 embeddings.
 STEP_3P7 = {
     "config": "Step3p7Config",
@@ -213,5 +219,6 @@ FAMILIES = {
     "llama4": LLAMA_4,
     "cohere2_vision": COHERE_2_VISION,
     "minicpm_v": MINICPM_V,
+    "minicpm_ocr": MINICPM_OCR,
     "aya_vision": AYA_VISION,
 }

@@ -135,6 +135,16 @@ DEEPSEEK_V3: dict[str, Any] = {
     ),
     "fixed": {**_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+SARVAM: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "defaults_of": "deepseek_v3",
+    "draft_layers_key": "",
+    "fixed": {
+        **{"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1},
+        **{"score_function": ("sigmoid", None), "moe_router_enable_expert_bias": (True, None)},
+    },
+    "config_keys": {"n_routed_experts": "num_experts"},
+}
 GLM_LITE: dict[str, Any] = {
     **LATENT,
     "experts": experts(

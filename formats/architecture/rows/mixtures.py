@@ -19,6 +19,8 @@ from formats.architecture.rows.minimax import MINIMAX_M2, MINIMAX_M3
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
+    COHERE_MOE,
+    FLINT,
     GROUPED_ROUTER,
     HEAD_NORMS,
     HY_3,
@@ -106,6 +108,14 @@ MIXTURES = (
     ),
     family_row("MellumForCausalLM", "Mellum 2", "mellum", builder="moe", **MELLUM),
     family_row("Kolibri1ForCausalLM", "Kolibri 1", "kolibri1", builder="glm4", **KOLIBRI),
+    family_row(
+        "Cohere2MoeForCausalLM",
+        "Cohere 2 MoE (Command A+, North)",
+        "cohere2_moe",
+        builder="cohere",
+        **COHERE_MOE,
+    ),
+    family_row("FlintForCausalLM", "Flint", "flint", builder="moe", **FLINT),
     family_row("HYV3ForCausalLM", "Hy3", "hy_v3", builder="moe", **HY_3),
     family_row(
         "OlmoeForCausalLM",

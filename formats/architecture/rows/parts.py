@@ -5,7 +5,7 @@ from typing import Any
 
 from formats.architecture.columns import QWEN_MTP, ConfigRules, Norm
 from formats.architecture.experts import Experts, Router, SharedExpert
-from formats.architecture.flags import Flag, Stated
+from formats.architecture.flags import Equals, Flag, Stated
 from formats.architecture.projection import Projection
 
 _Q, _K, _V, _O = (f"self_attn.{name}_proj" for name in "qkvo")
@@ -278,6 +278,70 @@ KOLIBRI = {
         "post_ffn_norm": "post_mlp_layernorm",
     },
     "other_tensors": {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+}
+# Fields that differ by the key that stored_form/mixtures.py adds: kind of norms, router's scores,
+# and shared experts or none.
+COHERE_KIND = "cohere2_moe_kind"
+_COHERE_RMS = {"norm_kind": "rms", "norm_eps_key": "rms_norm_eps"}
+_COHERE_SHARED = SharedExpert(
+    **gated("mlp.shared_experts", *NAMES, "shared_expert_intermediate_size")
+)
+
+
+def _cohere_experts(scores: str, shared: bool) -> Experts:
+    return experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            scores=f"{scores}_of_chosen",
+            normalized=Stated("norm_topk_prob", True) if scores == "sigmoid" else False,
+            rounded=True,
+        ),
+        shared=_COHERE_SHARED if shared else None,
+        types_key="mlp_layer_types",
+    )
+
+
+COHERE_MOE = {
+    **COHERE,
+    "experts": _cohere_experts("softmax", False),
+    "inner_key": "prefix_dense_intermediate_size",
+    # the experts have intermediate_size, layers without experts prefix_dense_intermediate_size
+    "config_keys": {"moe_intermediate_size": "intermediate_size"},
+    "window": "layer_types",
+    "rope": "no_rope_layers",
+    "fixed": {"use_parallel_block": True, "use_qk_norm": False},
+    "variants": tuple(
+        (
+            Equals(COHERE_KIND, [norms, scores, shared]),
+            {
+                "experts": _cohere_experts(scores, shared),
+                **(_COHERE_RMS if norms == "rms" else {}),
+            },
+        )
+        for norms in ("rms", "layer")
+        for scores in ("sigmoid", "softmax")
+        for shared in (True, False)
+    ),
+}
+FLINT = {
+    **ATTENTION_BIAS,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(scores="sigmoid", normalized=Stated("norm_topk_prob", True), float32=True),
+        shared=SharedExpert(
+            **gated("mlp.shared_expert", *NAMES, "shared_expert_intermediate_size")
+        ),
+        **QWEN_DENSE,
+    ),
+    "sinks": "self_attn.softmax_offset",
+    "names_in_transformers": {"self_attn.softmax_offset": "self_attn.sinks"},
+    "norms": (*norms_before("mlp"), *HEAD_NORMS),
+    "window": "layer_types",
+    "rope": "windows",
 }
 HY_3 = {
     **ATTENTION_BIAS,

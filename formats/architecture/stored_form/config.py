@@ -21,12 +21,16 @@ from formats.architecture.stored_form import (
 from formats.architecture.stored_form.mimo import mimo_v2
 from formats.families import family_of
 
+_UNIFIED = "gemma4_unified_text"  # text model of Gemma 4 12B
+_UNLIKE_GEMMA_4 = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+_UNIFIED_DEFAULTS = {"sliding_window": 1024, "max_position_embeddings": 262144}
 # model_type -> model_type of the family with the same layers
 _SAME_LAYERS = {
     **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
     **{"minimax_text_01": "minimax", "minimax_m1": "minimax", "minicpm": "granite"},
     "AXK1": "axk1",
     **{"minimax_m3": "minimax_m3_vl_text", "dots3_note": "dots3_note_text"},
+    _UNIFIED: "gemma4_text",
     **{
         "jina_embeddings_v5": "qwen3",
         "mimo": "qwen2",
@@ -34,7 +38,11 @@ _SAME_LAYERS = {
         "mimo_v2": "mimo_v2_flash",
     },
     **dict.fromkeys(("internlm", "aquila", "xverse"), "llama"),
+    **dict.fromkeys(("telechat3", "PanguEmbedded"), "llama"),
 }
+_ROPES = ("rope_parameters", "rope_scaling")
+# model_type -> keys whose values in the file are written again, because other programs read them
+_KEPT = {"telechat3": _ROPES, "sarvam_mla": (*_ROPES, "head_dim")}
 # architecture of code in a model's folder -> transformers' architecture for the same files
 _SAME_FILES = {
     "MPTForCausalLM": "MptForCausalLM",
@@ -45,6 +53,7 @@ _SAME_FILES = {
     "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "Gemma4ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
@@ -57,6 +66,10 @@ _SAME_FILES = {
     **dict.fromkeys(
         ("InternLMForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"
     ),
+    **dict.fromkeys(
+        ("TeleChat3ForCausalLM", "Telechat3ForCausalLM", "PanguEmbeddedForCausalLM"),
+        "LlamaForCausalLM",
+    ),
 }
 # model_type -> function that derives the keys for which a new name is not enough
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -67,6 +80,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt_neo": classics.gpt_neo,
     "gpt_bigcode": classics.gpt_bigcode,
     "falcon": classics.falcon,
+    "cohere2_moe": mixtures.cohere_moe,
     "ernie4_5_moe": mixtures.ernie_moe,
     "ernie4_5_vl_moe_text": mixtures.ernie_vl,
     "minimax_m3_vl_text": mixtures.minimax_m3,
@@ -86,6 +100,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "hy_v3": parts.expert_layers,
     "youtu": latent.query_rank(1536),
     "axk1": latent.axk1,
+    "sarvam_mla": latent.sarvam,
     "afmoe": mixtures.afmoe,
     "minicpm3": latent.minicpm3,
     "mistral4": latent.query_rank(1024),
@@ -108,7 +123,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,
-    "llama": own_code.internlm,
+    "llama": own_code.llama_like,
     "stablelm": own_code.orion,
     "exaone": own_code.exaone,
     "baichuan": own_code.baichuan,
@@ -140,7 +155,8 @@ def canonical_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that `canonical_config` replaces, with the file's values."""
-    return {key: config[key] for key in _same(config)}
+    kept = _KEPT.get(str(config.get("model_type")), ())
+    return {key: config[key] for key in (*_same(config), *kept) if key in config}
 
 
 def _canonical_type(config: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +171,8 @@ def _same(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(model_type, str) and model_type in _SAME_LAYERS:
         found["model_type"] = _SAME_LAYERS[model_type]
+    if model_type == _UNIFIED:
+        found |= _UNLIKE_GEMMA_4 | {key: config.get(key, n) for key, n in _UNIFIED_DEFAULTS.items()}
     if name in _SAME_FILES:
         found["architectures"] = [_SAME_FILES[name]]
     return found

@@ -9,8 +9,14 @@ import torch
 from formats.architecture.family import MAX_LAYERS
 from formats.architecture.rows.latent_parts import AFTER_EXPERTS
 from formats.architecture.sizes import is_size
-from formats.architecture.stored_form.parts import expert_layers
+from formats.architecture.stored_form.parts import expert_layers, known_sizes
 from formats.files.tensor_entry import ComputedEntry, TensorEntry, header_of
+
+# RoPE of Sarvam 105B if config.json states none
+SARVAM_YARN = {
+    **{"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 
 def query_rank(default: int | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -94,6 +100,34 @@ class Zeros(ComputedEntry):
     def read(self) -> torch.Tensor:
         """Return zeros."""
         return torch.zeros(self.shape, dtype=self.dtype)
+
+
+def sarvam(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSeek-V3's keys for Sarvam 105B, and the defaults of its code.
+
+    config.json does not state the groups of experts: each has 8, and a token's experts come from
+    two of them.
+    """
+    count, rotated = config.get("num_experts"), config.get("qk_rope_head_dim", 64)
+    found: dict[str, Any] = {
+        **query_rank(None)(config),
+        "n_shared_experts": config.get("num_shared_experts", 1),
+        "topk_group": config.get("topk_group", 2),
+        "routed_scaling_factor": config.get("routed_scaling_factor", 2.5),
+        "first_k_dense_replace": config.get("first_k_dense_replace", 1),
+        "rope_interleave": True,
+        **known_sizes(num_key_value_heads=config.get("num_attention_heads")),
+        "head_dim": rotated,  # published files state the width of a cache entry
+        "qk_rope_head_dim": rotated,
+    }
+    if is_size(count):
+        found["n_group"] = config.get("n_group", max(count // 8, 1))
+    stated = [key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
+    for key in stated or ["rope_scaling"]:
+        rope = config[key] if stated else SARVAM_YARN
+        if isinstance(rope, Mapping):
+            found[key] = {k: "yarn" if v == "deepseek_yarn" else v for k, v in rope.items()}
+    return found
 
 
 def minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS
+from formats.architecture.rows.parts import COHERE_KIND
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import known_sizes
 from formats.errors import CheckpointError, config_error
@@ -21,6 +22,64 @@ def ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_only_layers": [i for i in layers if (i + 1) % every or not first <= i <= last],
         **known_sizes(n_shared_experts=config.get("moe_num_shared_experts", 2)),
     }
+
+
+def cohere_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types of layers, the layers that rotate, and the variant of Cohere 2 MoE.
+
+    Raises CheckpointError for an unknown function of the router or sum of the experts.
+    """
+    scores = config.get("expert_selection_fn", "softmax")
+    if scores not in ("softmax", "sigmoid"):
+        raise config_error("expert_selection_fn", "softmax or sigmoid", scores)
+    combined = config.get("shared_expert_combination_strategy", "average")
+    if combined not in ("average", "sum"):
+        raise config_error("shared_expert_combination_strategy", "average or sum", combined)
+    norms = "layer" if config.get("rms_norm_eps") is None else "rms"
+    shared, inner = config.get("num_shared_experts", 0), config.get("intermediate_size")
+    found: dict[str, Any] = {
+        COHERE_KIND: [norms, scores, is_size(shared)],
+        "shared_expert_combination_strategy": combined,
+    }
+    if is_size(inner):
+        found["moe_intermediate_size"] = inner
+        if config.get("prefix_dense_intermediate_size") is None:
+            found["prefix_dense_intermediate_size"] = inner
+        if is_size(shared):
+            found["shared_expert_intermediate_size"] = inner * shared
+    count, num_dense = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 0)
+    if not is_size(count) or type(num_dense) is not int:
+        return found
+    layers, of_dense = range(min(count, MAX_LAYERS)), _every(config, "prefix_dense_", 1)
+    blocks = config.get("mlp_layer_types")
+    if blocks is None:
+        blocks = ["dense" if i < num_dense else "sparse" for i in layers]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every, kinds = _every(config, "", 4), []
+        for i in layers:
+            place, pattern = (i, of_dense) if i < num_dense else (i - num_dense, every)
+            kinds.append("sliding_attention" if (place + 1) % pattern else "full_attention")
+    has_windows = config.get("sliding_window", 4096) is not None
+    rotating = [
+        int(has_windows and kind == "sliding_attention" or block == "dense" and of_dense == 1)
+        for kind, block in zip(kinds, blocks, strict=False)
+    ]
+    return {
+        **found,
+        "layer_types": kinds,
+        "mlp_layer_types": blocks,
+        "no_rope_layers": rotating,  # 1: the layer rotates
+    }
+
+
+def _every(config: Mapping[str, Any], prefix: str, default: int) -> int:
+    """Return how many layers have one without a window. Raises CheckpointError."""
+    key = f"{prefix}sliding_window_pattern"
+    found = config.get(key, default)
+    if not is_size(found):
+        raise config_error(key, "a number above 0", found)
+    return found
 
 
 def ernie_vl(config: Mapping[str, Any]) -> dict[str, Any]:

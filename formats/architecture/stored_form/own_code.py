@@ -1,5 +1,6 @@
 """Families whose code is in the model's folder: keys that this code derives or fixes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,14 +9,31 @@ from formats.architecture.sizes import is_size, layer_numbers
 from formats.architecture.stored_form.parts import inner_width, known_sizes
 from formats.errors import config_error
 
+TELECHAT_YARN = "telechat3-yarn"  # type of RoPE in TeleChat3's files
+_TYPE_KEYS = ("rope_type", "type")
 BAICHUAN_2_TOKENS = 125_696  # vocabulary of Baichuan 2, whose heads are normalized
 
 
-def internlm(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Llama's key for biases of attention, which InternLM calls `bias`."""
-    if "bias" not in config or "attention_bias" in config:
-        return {}
-    return {"attention_bias": config["bias"]}
+def llama_like(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Llama's keys for what other names have in files of InternLM, openPangu and TeleChat3.
+
+    InternLM and openPangu call biases of attention `bias`. TeleChat3's YaRN multiplies rotated
+    queries and keys by 1 + 0.07 ln(factor), instead of 1 + 0.1 ln(factor).
+    """
+    found: dict[str, Any] = {}
+    if "bias" in config and "attention_bias" not in config:
+        found["attention_bias"] = config["bias"]
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if not isinstance(rope, Mapping) or TELECHAT_YARN not in (rope.get(k) for k in _TYPE_KEYS):
+            continue
+        types = {name: "yarn" for name in _TYPE_KEYS if name in rope}
+        factor = rope.get("factor")
+        if type(factor) not in (int, float) or factor <= 0:
+            raise config_error(f"{key} factor", "a number above 0", factor)
+        scaled = {"attention_factor": 1.0 + 0.07 * math.log(max(factor, 1.0))}
+        found[key] = {**rope, **types, **scaled}
+    return found
 
 
 def orion(config: Mapping[str, Any]) -> dict[str, Any]:

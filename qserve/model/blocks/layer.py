@@ -207,7 +207,7 @@ class NormedStreamLayer(torch.nn.Module):
 
 
 class ParallelLayer(torch.nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)). The MLP may have a separate norm."""
+    """x + attention(norm(x)) + mlp_end(mlp(norm(x))). The MLP may have a separate norm."""
 
     def __init__(
         self,
@@ -216,9 +216,11 @@ class ParallelLayer(torch.nn.Module):
         attention: Mixer,
         mlp: FeedForward,
         mlp_norm: Norm | None = None,  # None: the MLP shares the norm of attention
+        mlp_end: BranchEnd | None = None,  # None: no norm or factor before it is added
     ) -> None:
         super().__init__()
         self.norm, self.attention, self.mlp, self.mlp_norm = norm, attention, mlp, mlp_norm
+        self.mlp_end = mlp_end or BranchEnd()
         self._sum = Norm(None, 0.0)
 
     def forward(
@@ -243,4 +245,4 @@ class ParallelLayer(torch.nn.Module):
             mlp_TC, _ = self.mlp_norm(residual_TC, None, mlp_plan.input)
         attention_TC = self.attention(x_TC, plan, step, cache)
         _, residual_TC = self._sum(attention_TC, residual_TC, None)
-        return self.mlp(mlp_TC, mlp_plan), residual_TC
+        return self.mlp_end(self.mlp(mlp_TC, mlp_plan)), residual_TC

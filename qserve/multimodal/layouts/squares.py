@@ -22,11 +22,20 @@ def _framed_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
     yield "<end_of_image>\n\n"
 
 
+def _janus_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Yield the square, between the start and end tokens of images."""
+    yield "<begin_of_image>"
+    yield from _pieces(found, values)
+    yield "<end_of_image>"
+
+
 def square_length(values: Values) -> int:
     """Return the number of embeddings of a square."""
     if "mm_tokens_per_image" in values:
         return values["mm_tokens_per_image"]
     vision = values["vision_config"]
+    if vision["model_type"] == "got_ocr2_vision":  # two convolutions halve each side
+        return (vision["image_size"] // vision["patch_size"] // 4) ** 2
     has_class = vision["model_type"] == "clip_vision_model"
     length = (vision["image_size"] // vision["patch_size"]) ** 2 + has_class
     # ViP-LLaVA states no strategy, and drops the class
@@ -48,5 +57,6 @@ def _prompt_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], 
 
 
 SQUARE = Layout(pieces=_pieces, inputs=_inputs)
+JANUS = Layout(pieces=_janus_pieces, inputs=_inputs)
 FRAMED_SQUARE = Layout(pieces=_framed_pieces, inputs=_inputs)
 PROMPT_SQUARES = Layout(pieces=_pieces, inputs=_prompt_inputs)

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, Layout] = {
     "intern_cuts": cuts.INTERN,
     "aya_tiles": tiles.AYA,
     "square": squares.SQUARE,
+    "janus": squares.JANUS,
     "framed_square": squares.FRAMED_SQUARE,
     "prompt_squares": squares.PROMPT_SQUARES,
     "grid": grids.GRID,

@@ -65,6 +65,20 @@ SQUARES: tuple[VisionFamily, ...] = (
         prefixes=DEEPSEEK,
     ),
     VisionFamily(
+        architecture="GotOcr2ForConditionalGeneration",
+        image_token_keys=("image_token_id", "image_token_index"),
+        fixed_options={"crop_to_patches": False},
+        layout="square",
+        encoder="square",
+        prefixes=LLAVA,
+    ),
+    VisionFamily(
+        architecture="JanusForConditionalGeneration",
+        layout="janus",
+        encoder="square",
+        prefixes=DEEPSEEK,
+    ),
+    VisionFamily(
         architecture="LlavaNextForConditionalGeneration",
         image_token_keys=("image_token_id", "image_token_index"),
         layout="next",
@@ -142,6 +156,14 @@ SQUARES: tuple[VisionFamily, ...] = (
     ),
     VisionFamily(
         architecture="MiniCPMV4_6ForConditionalGeneration",
+        layout="minicpm",
+        encoder="slices",
+        prefixes=MINICPM,
+    ),
+    VisionFamily(
+        architecture="MiniCPMOcrForConditionalGeneration",
+        processor_class="MiniCPMV4_6ImageProcessorPil",
+        fixed_options={"small_image_upsize": "always"},  # "adaptive" needs OpenCV
         layout="minicpm",
         encoder="slices",
         prefixes=MINICPM,

@@ -66,6 +66,14 @@ def named_object(form: CallGrammar, index: int, name: str, schema: Schema) -> st
     return f"{quoted(opening)} {form.as_json(schema)} {quoted('}')}"
 
 
+def cohere(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+    """Return Lark of {"tool_call_id": "0", "tool_name": ..., "parameters": {...}}."""
+    form.rules["CALL_NUMBER"] = "/[0-9]{1,2}/"
+    before = f'", "tool_name": {json.dumps(name)}, "parameters": '
+    parts = (quoted('{"tool_call_id": "'), "CALL_NUMBER", quoted(before), form.as_json(schema))
+    return f"{' '.join(parts)} {quoted('}')}"
+
+
 def bare_object(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
     """Return Lark of {"name": ..., "parameters": {...}}.
 

@@ -37,16 +37,21 @@ def arguments(calls: Calls, start: Start) -> Reader[str]:
     return char
 
 
-def objects(calls: Calls, start: Start) -> Reader[str]:
+def objects(calls: Calls, start: Start, name_key: str = "name") -> Reader[str]:
     """Read one or several {"name": ..., "arguments": {...}}, or a list of them."""
     char = start.char
     if char == "[":
-        return (yield from _list(calls, (yield from after_space())))
+        return (yield from _list(calls, (yield from after_space()), name_key=name_key))
     while True:
-        char = yield from call_object(char, calls)
+        char = yield from call_object(char, calls, name_key=name_key)
         char = yield from after_space(char, also=",")
         if char != "{":
             return char
+
+
+def cohere(calls: Calls, start: Start) -> Reader[str]:
+    """Read {"tool_call_id": ..., "tool_name": ..., "parameters": {...}}, or a list of them."""
+    return (yield from objects(calls, start, "tool_name"))
 
 
 def bare_objects(calls: Calls, start: Start) -> Reader[str]:
@@ -75,10 +80,13 @@ def required(calls: Calls, start: Start) -> Reader[str]:
     return (yield from _list(calls, (yield from after_space())))
 
 
-def _list(calls: Calls, char: str, *, is_strict: bool = False) -> Reader[str]:
+def _list(
+    calls: Calls, char: str, *, is_strict: bool = False, name_key: str = "name"
+) -> Reader[str]:
     """Read the objects of a list. Its opening bracket has been read."""
+    kind = {"is_strict": is_strict, "name_key": name_key}
     while True:
-        char = yield from call_object(char, calls, is_strict=is_strict, is_alone=False)
+        char = yield from call_object(char, calls, is_alone=False, **kind)
         char = yield from after_space(char, also=",")
         if char == "]" or not char:
             return ""
@@ -116,12 +124,18 @@ def mistral(calls: Calls, start: Start) -> Reader[str]:
 
 
 def call_object(
-    char: str, calls: Calls, *, is_strict: bool = False, is_alone: bool = True
+    char: str,
+    calls: Calls,
+    *,
+    is_strict: bool = False,
+    is_alone: bool = True,
+    name_key: str = "name",
 ) -> Reader[str]:
     """Read a call that starts with `char`. Returns the first character after it, without space.
 
     is_strict: an object with an unknown name or other keys is not a call
     is_alone: with `is_strict`, an object without arguments is not a call either
+    name_key: key of the tool's name
 
     One closing bracket of the object itself, outside of the arguments, may be missing or doubled.
     """
@@ -138,7 +152,7 @@ def call_object(
         if (yield from after_space()) != ":":
             raise BrokenCall
         char = yield from after_space()
-        if key == "name":
+        if key == name_key:
             if char != '"' or name is not None:
                 raise BrokenCall
             name = yield from json_text()

@@ -20,6 +20,7 @@ PUBLISHED = {
     "EXAONE-3.5-2.4B": (2.41, "ExaoneForCausalLM", (2560, 30, 32, 8, 7168, 102400)),
     "Ling-lite": (16.8, "BailingMoeForCausalLM", (2048, 28, 16, 4, 5632, 126464)),
     "Ling-mini-2.0": (16.26, "BailingMoeV2ForCausalLM", (2048, 20, 16, 4, 5120, 157184)),
+    "sarvam-105b": (106.0, "SarvamMLAForCausalLM", (4096, 32, 64, None, 16384, 262144)),
 }
 KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 KEYS += ("intermediate_size", "vocab_size")
@@ -31,6 +32,11 @@ MORE = {
     "EXAONE-3.5-7.8B": {"num_layers": 32, "head_dim": 128, "tie_word_embeddings": False},
     "EXAONE-3.5-2.4B": {"num_layers": 30, "head_dim": 80, "tie_word_embeddings": True},
     "Ling-lite": {"num_experts": 64, "moe_intermediate_size": 1408, "num_shared_experts": 2},
+    "sarvam-105b": {
+        **{"num_experts": 128, "moe_intermediate_size": 2048, "num_shared_experts": 1},
+        **{"first_k_dense_replace": 1, "kv_lora_rank": 512, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 576},
+    },
     "Ling-mini-2.0": {
         **{"num_experts": 256, "moe_intermediate_size": 512, "num_shared_experts": 1},
         **{"first_k_dense_replace": 1, "use_qk_norm": True, "head_dim": 128},

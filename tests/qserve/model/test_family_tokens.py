@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers
 
+from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData
+from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
@@ -64,6 +66,22 @@ VARIANTS = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
             },
+        },
+    ),
+    "cohere 2 moe, softmax": (
+        "Cohere2MoeConfig",
+        {
+            **TINY_FAMILIES["cohere2_moe"][1],
+            **{"expert_selection_fn": "softmax", "rms_norm_eps": None, "num_shared_experts": 0},
+            **{"layer_types": None, "sliding_window_pattern": 2, "mlp_layer_types": None},
+        },
+    ),
+    "cohere 2 moe, sum of experts": (
+        "Cohere2MoeConfig",
+        {
+            **TINY_FAMILIES["cohere2_moe"][1],
+            **{"shared_expert_combination_strategy": "sum", "norm_topk_prob": False},
+            "prefix_dense_sliding_window_pattern": 2,
         },
     ),
     "granite, tied": (
@@ -177,7 +195,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
-        *(("step", "gptq"), ("step", "awq")),
+        *(("step", "gptq"), ("step", "awq"), ("flint", "gptq"), ("flint", "awq")),
+        *(("cohere2_moe", "gptq"), ("cohere2_moe", "awq")),
         *(("minimax_m3", "gptq"), ("minimax_m3", "awq")),
         *(("dots3", "gptq"), ("dots3", "awq")),
         *(("muse_glimmer", "gptq"), ("muse_glimmer", "awq")),
@@ -320,6 +339,8 @@ def count_preemptions(llm, monkeypatch):
         ("InternLMForCausalLM", "internlm", {"attention_bias": "bias"}),
         ("AquilaForCausalLM", "aquila", {}),
         ("XverseForCausalLM", "xverse", {}),
+        ("Telechat3ForCausalLM", "telechat3", {}),
+        ("PanguEmbeddedForCausalLM", "PanguEmbedded", {"attention_bias": "bias"}),
     ],
 )
 def test_llama_like_models(model_of, tmp_path, architecture, model_type, keys):
@@ -334,6 +355,34 @@ def test_llama_like_models(model_of, tmp_path, architecture, model_type, keys):
     assert "attention_bias" in json.loads((source / "config.json").read_text())
     folder = edited(source, tmp_path / "x", config=rename)
     assert torch.equal(logits(folder), logits(source))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_yarn_of_telechat_has_a_smaller_factor(model_of, transformers_model, tmp_path, key):
+    """1 + 0.07 ln(4); YaRN itself has 1 + 0.1 ln(4)."""
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
+
+    def telechat(config):
+        config.update(architectures=["TeleChat3ForCausalLM"], model_type="telechat3")
+        del config["rope_parameters"]
+        config.update({key: {**yarn, "rope_type": "telechat3-yarn", "type": "telechat3-yarn"}})
+        config["rope_theta"] = 1000.0
+
+    def llama(config):
+        config["rope_parameters"] = {**yarn, "rope_type": "yarn", "attention_factor": 1.0970406053}
+
+    folder, plain = (
+        edited(model_of("llama"), tmp_path / change.__name__, config=change)
+        for change in (telechat, llama)
+    )
+    with torch.no_grad():
+        want = transformers_model(plain)(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+    assert relative(logits(model_of("llama")), want) > 1e-3
+    target, scheme = tmp_path / "quantized", Scheme.parse("w8a16-sym-g32")
+    quantize_checkpoint(folder, target, scheme=scheme, output_format="gptq", progress=False)
+    stated, found = (json.loads((each / "config.json").read_text()) for each in (folder, target))
+    assert found[key] == stated[key], "other programs read the type"
 
 
 def test_rms_norm_of_gemma_keeps_float32_weights(model_of):

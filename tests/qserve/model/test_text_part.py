@@ -102,6 +102,37 @@ def with_text(config_class, family, model_type=None, vision=None, token=None, **
     return make
 
 
+def with_sound(config_class, family, **changed):
+    """A whole model of sounds and text around the text model of a tiny family."""
+
+    def make():
+        text = {**TEXT, **TINY_FAMILIES[family][1], "model_type": family, **changed}
+        small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
+        parts = {
+            "VoxtralConfig": {"audio_config": {**small, "intermediate_size": 64}},
+            "Qwen2AudioConfig": {
+                "audio_config": {
+                    **{"model_type": "qwen2_audio_encoder", "encoder_layers": 1, "d_model": 16},
+                    **{"encoder_attention_heads": 1, "encoder_ffn_dim": 16},
+                }
+            },
+            "GraniteSpeechConfig": {
+                "encoder_config": {
+                    **{"input_dim": 16, "num_layers": 1, "hidden_dim": 16, "num_heads": 1},
+                    **{"dim_head": 16, "output_dim": 8},
+                },
+                "projector_config": {
+                    **{"model_type": "blip_2_qformer", **small, "encoder_hidden_size": 16},
+                    "intermediate_size": 16,
+                },
+                **{"has_lora_adapter": False, "tie_word_embeddings": False},
+            },
+        }
+        return getattr(transformers, config_class)(text_config=text, **parts[config_class])
+
+    return make
+
+
 GLM_VISION = {
     **{"hidden_size": 16, "depth": 1, "num_heads": 1, "image_size": 28, "patch_size": 14},
     **{"out_hidden_size": 64, "intermediate_size": 16, "spatial_merge_size": 2},
@@ -183,6 +214,23 @@ TEXT_ALONE = {
         "Exaone4_5_Config", "exaone4", vision={**GLM_VISION, "num_key_value_heads": 1}
     ),
     "step-3.7": with_text("Step3p7Config", "step", "step3p5", {**VISION, "image_size": 28}),
+    "ovis2": with_text("Ovis2Config", "qwen2"),
+    "videollama 3": with_text("VideoLlama3Config", "qwen2", vision={**VISION, "patch_size": 16}),
+    "got-ocr 2": with_text(
+        "GotOcr2Config", "qwen2", vision={**VISION, "output_channels": 16, "mlp_dim": 16}
+    ),
+    "deepseek-vl 7b": with_text("DeepseekVLHybridConfig", "llama", vision=SIGLIP),
+    "granite docling": with_text(
+        "GraniteDoclingConfig",
+        "granite",
+        "granite_docling_text",
+        {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        pad_token_id=0,
+    ),
+    "voxtral": with_sound("VoxtralConfig", "llama"),
+    "qwen2-audio": with_sound("Qwen2AudioConfig", "qwen2"),
+    # transformers 5.23 does not divide its logits
+    "granite speech": with_sound("GraniteSpeechConfig", "granite", logits_scaling=1.0),
     "qwen2-vl": with_text(
         "Qwen2VLConfig",
         "",
@@ -204,8 +252,20 @@ def gemma4_unified():
     )
 
 
+def granite4_vision():
+    text = {**TEXT, **TINY_FAMILIES["granite"][1], "model_type": "granite4_vision_text"}
+    return transformers.Granite4VisionConfig(
+        text_config=text,
+        vision_config={**SIGLIP, "hidden_size": 64},
+        deepstack_layer_map=[[0, 1]],
+        spatial_target_layers=[0, 1, 2, 2],
+        downsample_rate="1/2",
+    )
+
+
 WHOLE = {
     **TEXT_ALONE,
+    "granite 4 vision": granite4_vision,
     "gemma 4 12B": gemma4_unified,
     "gemma 4": gemma4,
     "gemma 4 E2B": gemma4_shared,
@@ -224,7 +284,7 @@ def made(tmp_path_factory):
     def make(name):
         if name not in found:
             torch.manual_seed(3)
-            model = transformers.AutoModelForImageTextToText.from_config(
+            model = transformers.AutoModelForMultimodalLM.from_config(
                 WHOLE[name](), dtype=torch.float32
             ).eval()
             for parameter_name, parameter in model.named_parameters():
@@ -325,6 +385,32 @@ def test_gemma_3n_as_published(tiny_model, tmp_path):
     assert torch.equal(logits(whole), logits(source))
 
 
+def test_text_model_of_gemma_4_12b_alone(tmp_path):
+    """Gemma4UnifiedForCausalLM, also if config.json leaves out the window and the heads."""
+    text = {**TEXT, **TINY_FAMILIES["gemma4"][1], "num_hidden_layers": 6}
+    for key in ("hidden_size_per_layer_input", "layer_types", "sliding_window"):
+        text.pop(key, None)
+    torch.manual_seed(3)
+    config = transformers.Gemma4UnifiedTextConfig(**text)
+    model = transformers.Gemma4UnifiedForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        want = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(tmp_path / "model"), want) < 1e-5
+
+    def leave_out(values):
+        assert values.pop("sliding_window") == 1024
+        assert values["architectures"] == ["Gemma4UnifiedForCausalLM"]
+
+    folder = edited(tmp_path / "model", tmp_path / "x", config=leave_out)
+    assert relative(logits(folder), want) < 1e-5
+    target = tmp_path / "quantized"
+    quantize_checkpoint(folder, target, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
+    assert 0 < relative(logits(target), want) < 0.1
+    stated = json.loads((target / "config.json").read_text())
+    assert stated["model_type"] == "gemma4_unified_text"
+
+
 @pytest.mark.parametrize("name", ["gemma 3", "mistral 3"])
 def test_names_of_the_modules_in_transformers(made, tmp_path, name):
     """model.language_model.layers, where published files have language_model.model.layers."""
@@ -369,6 +455,10 @@ def test_defaults_of_text_models_are_those_of_transformers():
     for kind, architecture in (
         ("llama", "LlavaForConditionalGeneration"),
         ("mistral", "Idefics2ForConditionalGeneration"),
+        ("qwen2", "Qwen2AudioForConditionalGeneration"),
+        ("granite", "GraniteSpeechForConditionalGeneration"),
+        ("granite4_vision_text", "Granite4VisionForConditionalGeneration"),
+        ("granite_docling_text", "GraniteDoclingForConditionalGeneration"),
     ):
         stated = {"architectures": [architecture], "text_config": {"model_type": kind}}
         found, wanted = text_config(stated, []), transformers.AutoConfig.for_model(kind)

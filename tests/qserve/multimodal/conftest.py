@@ -159,7 +159,7 @@ class Vision:
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
         common["model"] = str(self.folder)
-        if self.folder.name.startswith(("qwen3_5", "lfm2", "minicpm_v", "nemotron")):
+        if self.folder.name.startswith(("qwen3_5", "lfm2", "minicpm", "nemotron")):
             common["num_state_snapshots"] = 16  # or its pages are not reused
         config = EngineConfig(**{**common, **settings})
         return Engine(config, steps_in_flight=steps_in_flight)

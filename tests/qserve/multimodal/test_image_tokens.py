@@ -34,10 +34,10 @@ FEW = (
 )
 FEW += ("lfm2_vl", "llama4", "cohere2_vision", "kimi_k25", "lighton_ocr", "glm_ocr", "exaone4_5")
 FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2", "phi4_multimodal")
-FEW += ("vip_llava", "deepseek_vl", "paddleocr_vl", "deepseek_ocr", "deepseek_ocr_2")
+FEW += ("vip_llava", "deepseek_vl", "janus", "paddleocr_vl", "deepseek_ocr", "deepseek_ocr_2")
 FEW += ("step3p7", "muse_glimmer", "minicpm_v", "hunyuan_ocr", "ernie_vl", "unlimited_ocr")
 FEW += ("minimax_m3", "nemotron_omni", "cosmos3", "lfm3_vl")
-FEW += ("hyperclova", "qianfan_ocr")
+FEW += ("hyperclova", "qianfan_ocr", "minicpm_ocr", "got_ocr")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in ALL_FAMILIES

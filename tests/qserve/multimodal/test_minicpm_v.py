@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6: the text around its slices is that of transformers' processor."""
+"""MiniCPM-V 4.6 and MiniCPM-OCR: the text around its slices is that of transformers' processor."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
+from formats.errors import CheckpointError
 from qserve.multimodal.processor import load_image_processor
 from qserve.text.tokenizer import Tokenizer
 from tests.qserve.multimodal.conftest import Vision
@@ -64,6 +65,20 @@ def test_tokens_with_four_times_as_many_embeddings(vision, tmp_path):
     request = f"{model.mark} what", (picture(40, 30, 2),)
     assert len(model.prompt(*request)[0]) > 2 * len(source.prompt(*request)[0])
     assert model.run(model.engine(), request)[0] == [model.expected(*request)]
+
+
+def test_other_scaling_of_small_images_is_refused(vision, tmp_path):
+    source = vision("minicpm_ocr")
+    folder = shutil.copytree(source.folder, tmp_path / "minicpm_ocr")
+    options = json.loads((folder / "preprocessor_config.json").read_text())
+    for value in ("always", "adaptive"):
+        options["small_image_upsize"] = value
+        (folder / "preprocessor_config.json").write_text(json.dumps(options))
+        if value == "always":
+            load_image_processor(folder)
+            continue
+        with pytest.raises(CheckpointError, match="small_image_upsize: expected 'always'"):
+            load_image_processor(folder)
 
 
 def test_images_without_numbers(vision, tmp_path):

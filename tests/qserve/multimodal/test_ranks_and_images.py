@@ -17,7 +17,7 @@ from tests.tiny_vision import VISION_FAMILIES, film
 # Positions of three axes, and rows that the first layers add.
 DEFAULT = "qwen3_vl"
 # models with states have one stage
-STATES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpm_v", "nemotron_omni")
+STATES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpm_v", "minicpm_ocr", "nemotron_omni")
 FAMILIES = [
     pytest.param(name, marks=() if name == DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES

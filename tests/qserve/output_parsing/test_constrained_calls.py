@@ -68,7 +68,7 @@ def check(name, arguments):
     jsonschema.validate(json.loads(arguments), SCHEMAS[name] or CLOSED)
 
 
-MORE = ["hermes", "glm45", "gemma4", "kimi_k2", "deepseek_v32"]
+MORE = ["hermes", "glm45", "gemma4", "kimi_k2", "deepseek_v32", "cohere_command4"]
 FORCED = [(None, False), (None, True), ("qwen3_coder", False), ("olmo3", True)]
 FORCED += [pytest.param(name, False, marks=pytest.mark.exhaustive) for name in MORE]
 
@@ -110,6 +110,7 @@ def test_named_tool_choice(llm, served, parser):
 
 WRITES_JSON = ("hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2")
 WRITES_JSON += ("gpt_oss", "granite", "phi4_mini", "hunyuan", "ernie45", "xlam")
+WRITES_JSON += ("cohere_command3", "cohere_command4")
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))

@@ -23,6 +23,18 @@ CASES = [
     ("<|tool_calls_section_begin|>", "kimi_k2", "kimi_k2", "none"),
     ("<|tool_calls_section_begin|> </think>", "kimi_k2", "kimi_k2", "kimi_k2"),
     ("<minimax:tool_call> <think> </think>", "minimax_m2", "minimax_m2", "minimax_m2"),
+    (
+        "<|START_THINKING|> <|START_ACTION|> <|START_TEXT|>",
+        "cohere2_moe",
+        "cohere_command4",
+        "cohere_command4",
+    ),
+    (
+        "<|START_THINKING|> <|START_ACTION|> <|START_RESPONSE|>",
+        "cohere2",
+        "cohere_command3",
+        "cohere_command3",
+    ),
     ("<dots_function_call> <think> </think>", "dots3_note", "dots", "qwen3"),
     ("]<]minimax[>[ <tool_call> <mm:think>", "minimax_m3_vl", "minimax_m3", "minimax_m3"),
     ("<seed:tool_call> <function= <parameter= <seed:think>", "seed_oss", "seed_oss", "seed_oss"),
@@ -68,7 +80,9 @@ def test_detection_rules_name_existing_parsers():
 def test_template_calls_identify_their_format(name):
     """Templates write the history's calls in the format, with the mark of each."""
     text = WRITE[name]([("f", {"a": "b"})])
-    expected = {"ernie45": "hermes", "glm47": "glm45"}.get(name, name)
+    expected = {"ernie45": "hermes", "glm47": "glm45", "cohere_command4": "cohere_command3"}.get(
+        name, name
+    )
     if name == "gpt_oss":
         text = f"<|start|>assistant{text}"
     assert detect(TOOL_RULES, text, "") == expected

@@ -12,6 +12,7 @@ GRANITE = "Here is my thought process: Hm.\n\nHere is my response: Yes."
 HARMONY = (
     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
 )
+NORTH = "<|START_THINKING|>Hm.<|END_THINKING|>"
 # parser, the prompt's end, text, reasoning, content
 CASES = [
     *((name, "", THINK, HM, "Yes.") for name in ("deepseek_r1", "deepseek_v31", "qwen3", "glm45")),
@@ -38,6 +39,12 @@ CASES = [
     ("hunyuan", "", "<think>\nHm.\n</think>\n<answer>\nYes < no\n</answer>", "Hm.", "Yes < no"),
     ("hunyuan", "<think>\n\n</think>", "Yes <answer>", "", "Yes <answer>"),
     ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm.", "Yes.\n"),
+    *(
+        (parser, "<|CHATBOT_TOKEN|>", f"{NORTH}<|START_{a}|>Yes.<|END_{a}|>", "Hm.", "Yes.")
+        for parser, a in (("cohere_command3", "RESPONSE"), ("cohere_command4", "TEXT"))
+    ),
+    ("cohere_command4", NORTH, "<|START_TEXT|>Yes.<|END_TEXT|>", "", "Yes."),
+    ("cohere_command4", "<|START_THINKING|>", "Hm.<|END_THINKING|>Yes.", "Hm.", "Yes."),
     ("gpt_oss", "<|start|>assistant", HARMONY, "Hm.", "Yes."),
 ]
 

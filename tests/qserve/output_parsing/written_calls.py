@@ -51,6 +51,17 @@ def wrapped(calls, start, end, between="\n"):
     return between.join(f"{start}{each}{end}" for each in objects(calls))
 
 
+def cohere(calls):
+    written = [
+        json.dumps(
+            {"tool_call_id": str(number), "tool_name": name, "parameters": args},
+            ensure_ascii=False,
+        )
+        for number, (name, args) in enumerate(calls)
+    ]
+    return "<|START_ACTION|>[\n    " + ",\n    ".join(written) + "\n]<|END_ACTION|>"
+
+
 def python_calls(calls):
     return [f"{n}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for n, args in calls]
 
@@ -187,6 +198,8 @@ WRITE = {
     "hunyuan": lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>",
     "ernie45": lambda calls: wrapped(calls, "<tool_call>\n", "\n</tool_call>\n", ""),
     "step3": steps,
+    "cohere_command3": cohere,
+    "cohere_command4": cohere,
     "xlam": listed,
     "lfm2": lambda calls: f"<|tool_call_start|>[{', '.join(python_calls(calls))}]<|tool_call_end|>",
 }

@@ -34,10 +34,7 @@ SIZES = {
 RUN = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
-    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "persimmon": {},
-    # sinks
-    "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "modernbert-decoder": {},
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     # two blocks of attention in a layer, and experts that return what they read
@@ -55,6 +52,9 @@ DERIVED = {"longcat_flash": ("intermediate_size", "num_hidden_layers")}
 # Families with a row, which run so on request
 WITH_ROW = {
     "olmo": {},  # norms without factors
+    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    # sinks
+    "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     # keys wider than values
     "axk1": {
