@@ -6,11 +6,13 @@ requested dtype.
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from formats.architecture.stored_form.stacked_experts import with_stacked_experts
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.files.model_path import is_gguf_folder
@@ -78,14 +80,9 @@ def dequantize_checkpoint(
     before, after = reader.num_bytes, 0
     decoded = [entry for entry in reader.entries.values() if type(entry) is not TensorEntry]
     least = sum(math.prod(entry.shape) * chosen.itemsize for entry in decoded)
+    tensors = _decoded(reader, chosen, all_floats=bool(dtype) or is_gguf)
     with open_writer(target, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
-        for name, entry in reader.entries.items():
-            if isinstance(entry, DecodedEntry):  # rounded once, to the dtype chosen here
-                entry = replace(entry, dtype=torch.float32)
-            tensor = entry.read()
-            # without a requested dtype, other floats of a folder keep theirs
-            if tensor.is_floating_point() and (dtype or is_gguf or type(entry) is not TensorEntry):
-                tensor = rounded(name, tensor, chosen)
+        for name, tensor in with_stacked_experts(reader.config, reader.entries, tensors):
             after += tensor.nbytes
             writer.add(name, tensor)
         writer.seal(config, side_files_from=reader.folder)
@@ -104,3 +101,16 @@ def dequantize_checkpoint(
         bytes_after=after,
         seconds=time.perf_counter() - began,
     )
+
+
+def _decoded(
+    reader: CheckpointReader, dtype: torch.dtype, *, all_floats: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor, decoded and rounded; False: floats of a folder keep their dtypes."""
+    for name, entry in reader.entries.items():
+        if isinstance(entry, DecodedEntry):  # rounded once, to the dtype chosen here
+            entry = replace(entry, dtype=torch.float32)
+        tensor = entry.read()
+        if tensor.is_floating_point() and (all_floats or type(entry) is not TensorEntry):
+            tensor = rounded(name, tensor, dtype)
+        yield name, tensor

@@ -18,14 +18,15 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
     """Return the shape. Raises KernelError if the tensor does not have `ndim` dims."""
     if tensor.ndim != ndim:
-        raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
+        raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}", "reshape it")
     return tensor.shape
 
 
 def check_numbers(name: str, value: Any, expected: str) -> None:
     """Raise KernelError unless `value` is a dense tensor with data. `expected`: as in the error."""
     if not isinstance(value, torch.Tensor):
-        remedy = "torch.from_numpy converts an array" if hasattr(value, "__array__") else ""
+        is_array = hasattr(value, "__array__")
+        remedy = "torch.from_numpy converts an array" if is_array else "pass a torch tensor"
         found = type(value).__name__
         raise KernelError(name, f"expected {expected}, found {found}", remedy)
     if value.is_meta:
@@ -42,7 +43,11 @@ def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
     if isinstance(tensor, SplitKPartials) and not parts:
         raise KernelError(name, "expected a tensor, found split-K partial sums", "pass its total()")
     if tensor.dtype not in FLOAT_DTYPES:
-        raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
+        raise KernelError(
+            name,
+            f"expected float16, bfloat16 or float32, found {tensor.dtype}",
+            "convert it with .to()",
+        )
 
 
 def check_tensor(
@@ -59,12 +64,16 @@ def check_tensor(
     found = tensor.shape
     if found != shape and not _fits(found, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KernelError(name, f"expected [{wanted}], found {list(found)}")
+        raise KernelError(
+            name, f"expected [{wanted}], found {list(found)}", "pass a tensor of this shape"
+        )
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
+        raise KernelError(name, f"expected {wanted}, found {tensor.dtype}", "convert it with .to()")
     if tensor.device != like.device:
-        raise KernelError(name, f"expected device {like.device}, found {tensor.device}")
+        raise KernelError(
+            name, f"expected device {like.device}, found {tensor.device}", "move it with .to()"
+        )
 
 
 def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
@@ -88,7 +97,11 @@ def check_limb_rows(
     """Raise KernelError unless rows of `inputs` numbers of x can be converted to limbs."""
     check_float(name, x, parts)
     if x.dtype not in HALF_DTYPES:
-        raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")
+        raise KernelError(
+            name, f"expected float16 or bfloat16, found {x.dtype}", "convert it with .to()"
+        )
     reason = form.refuses(x.shape[0], inputs)
     if reason is not None:
-        raise KernelError(name, f"{reason}, found {list(x.shape)}")
+        raise KernelError(
+            name, f"{reason}, found {list(x.shape)}", "pass fewer rows, or give x as a tensor"
+        )

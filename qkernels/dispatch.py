@@ -145,6 +145,7 @@ def choose(operation: Operation, problem: Problem) -> Kernel:
         raise KernelError(
             f"operation {operation.name!r}",
             f"is supported by no kernel except the excluded {never}",
+            "exclude fewer kernels",
         )
     reasons = [f"{name} {reason}" for reason, name in refused.items()]
     text = next(iter(refused)) if len(refused) == 1 else "; ".join(reasons)

@@ -322,7 +322,11 @@ class QuantLinear(nn.Module):
         check_numbers("weight", weight_NK, "a float weight [N, K]")
         packed = self.packed()
         if not isinstance(packed, PackedWeight):
-            raise KernelError("off_grid", f"expected integer codes, found {self.scheme}")
+            raise KernelError(
+                "off_grid",
+                f"expected integer codes, found {self.scheme}",
+                "compare dequantize() with the weight",
+            )
         if packed.input_order is not None:
             weight_NK = weight_NK[:, packed.input_order]
         weight_NK = weight_NK.to(packed.device)
@@ -417,7 +421,11 @@ class QuantLinear(nn.Module):
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:
     check_numbers("bias", bias, f"a tensor [{out_features}] or None")
     if bias.shape != (out_features,):
-        raise KernelError("bias", f"expected [{out_features}], found {list(bias.shape)}")
+        raise KernelError(
+            "bias",
+            f"expected [{out_features}], found {list(bias.shape)}",
+            "pass one number per output",
+        )
     if not torch.isfinite(bias).all():
         raise KernelError("bias", "contains NaN or infinity", "replace these values")
 

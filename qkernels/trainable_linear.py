@@ -75,7 +75,9 @@ class TrainableQuantLinear(nn.Linear):
         `name` is the layer's name in errors.
         """
         if not isinstance(linear, nn.Linear):
-            raise KernelError(name, f"expected a torch.nn.Linear, found {type(linear).__name__}")
+            raise KernelError(
+                name, f"expected a torch.nn.Linear, found {type(linear).__name__}", "pass a Linear"
+            )
         parsed = _checked(scheme, name, linear.out_features, linear.in_features)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

@@ -1,6 +1,7 @@
 """PEFT folders of random numbers, written without PEFT, and the same merged into float weights."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -13,11 +14,22 @@ from qserve.model.model_config import family_of
 NEUTRAL = {"bias": "none", "use_dora": False, "modules_to_save": None, "inference_mode": True}
 
 
-def write_adapter(model, folder, *, rank=4, alpha=8, seed=0, only=(), size=0.3, **config) -> Path:
-    """An adapter of every linear of a model, or of those whose names end so (`only`)."""
+def write_adapter(
+    model, folder, *, rank=4, alpha=8, seed=0, only=(), size=0.3, experts=False, **config
+) -> Path:
+    """An adapter of every linear of a model, or of those whose names end so (`only`).
+
+    `experts`: also of the linears of routed experts, which only `qserve merge` takes.
+    """
     reader = CheckpointReader(model)
     family = family_of(reader.config)
     shapes = adapted_shapes(family, reader.config)
+    if experts:
+        shapes |= {
+            name.removesuffix(".weight"): entry.shape
+            for name, entry in reader.entries.items()
+            if re.search(r"experts\.\d+\.\w+\.weight$", name)
+        }
     generator = torch.Generator().manual_seed(seed)
     tensors, targets = {}, []
     for module, (outputs, inputs) in shapes.items():

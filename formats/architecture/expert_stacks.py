@@ -256,14 +256,10 @@ def _split_floats(
     family = FAMILIES[config["architectures"][0]]
     layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
     stems = ("experts", *(f"{module}.experts" for module in MODULES))
-    usual = [tuple(f"{stem}.{name}" for name in STACKED) for stem in stems]
-    of_stacks = (experts.gate_up, experts.down)
-    if len(experts.stacks) == 3:
-        of_stacks = tuple(p.only(place) for p in of_stacks for place in range(len(p.members)))
     projections = {
         name: projection
-        for own in ([experts.stacks] if experts.stacks else usual)
-        for name, projection in zip(own, of_stacks, strict=True)
+        for own in ([experts.stacks] if experts.stacks else map(_usual, stems))
+        for name, projection in zip(own, _projections(experts), strict=True)
     }
     names = "|".join(map(re.escape, projections))
     stack = re.compile(rf"(?P<layer>{layer})\.(?P<stack>{names})(?P<rest>[._]\w+)?")
@@ -287,6 +283,24 @@ def _split_floats(
             transposed = entry.shape[2] != config.get(projection.inputs)
         found |= _float_linears(match["layer"], name, entry, projection, transposed, leaf)
     return found
+
+
+def named_stacks(experts: Experts) -> dict[str, Projection]:
+    """Return the linears of each stack of a layer, by the name that the family's files give it."""
+    names = experts.stacks or _usual(experts.stem)
+    return dict(zip(names, _projections(experts), strict=True))
+
+
+def _usual(stem: str) -> tuple[str, ...]:
+    return tuple(f"{stem}.{name}" for name in STACKED)
+
+
+def _projections(experts: Experts) -> tuple[Projection, ...]:
+    """Return the linears of each stack; three stacks have one linear each."""
+    both = (experts.gate_up, experts.down)
+    if len(experts.stacks) != 3:
+        return both
+    return tuple(each.only(place) for each in both for place in range(len(each.members)))
 
 
 def _leaf(match: re.Match, entry: Any, entries: Mapping[str, TensorEntry], experts: Experts) -> str:

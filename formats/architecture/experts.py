@@ -105,6 +105,8 @@ class Experts:
     # (expert_stacks.py).
     stacks: tuple[str, ...] = ()
     stacks_transposed: bool = False  # the stacks are [E, H, 2 I] and [E, I, H]
+    # Float files have the stacks alone: transformers does not read linears of a single expert.
+    stacks_only: bool = False
     # Linears before and after the experts, which read the output of the first. Router and shared
     # expert read the layer's input.
     latent: tuple[Projection, ...] = ()

@@ -14,7 +14,11 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:
     """Raise KernelError unless the channels of a head are adjacent in memory."""
     if pages.stride(-1) != 1:
-        raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
+        raise KernelError(
+            name,
+            f"expected a last stride of 1, found {pages.stride(-1)}",
+            "make the last dim contiguous",
+        )
 
 
 def check_split_k_heads(op: str, *heads: LinearOutput) -> None:
@@ -47,7 +51,9 @@ def check_rope(
     check_tensor(f"{op} cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
     if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
         raise KernelError(
-            f"{op} cos_sin", f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}"
+            f"{op} cos_sin",
+            f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}",
+            "pass the table of this head_dim",
         )
     check_tensor(f"{op} positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
 
@@ -97,7 +103,9 @@ def check_cache(
             expected = "one for each slot and KV head" if kv_8bit else "None"
             found = "None" if kv_8bit else "some"
             raise KernelError(
-                f"{op} {name}", f"expected {expected} for {k_pages.dtype} pages, found {found}"
+                f"{op} {name}",
+                f"expected {expected} for {k_pages.dtype} pages, found {found}",
+                "pass scales for 8-bit pages only",
             )
         if kv_8bit:
             check_tensor(f"{op} {name}", scales, k_pages.shape[:3], (torch.float32,), x)
@@ -118,12 +126,18 @@ def check_4bit_cache(
         pairs = getattr(cache, name)
         if pairs is None:
             expected = "scales and zeros for each slot and KV head"
-            raise KernelError(f"{op} {name}", f"expected {expected} with 4-bit pages, found None")
+            raise KernelError(
+                f"{op} {name}",
+                f"expected {expected} with 4-bit pages, found None",
+                "pass them with the pages",
+            )
         shape = (*cache.k_pages.shape[:3], count)
         check_tensor(f"{op} {name}", pairs, shape, (torch.float16,), x)
         check_dense_heads(f"{op} {name}", pairs)
     if cache.static_scales:
-        raise KernelError(f"{op} static_scales", "expected False with 4-bit pages, found True")
+        raise KernelError(
+            f"{op} static_scales", "expected False with 4-bit pages, found True", "leave it out"
+        )
 
 
 def refuses_4bit_heads(head_dim: int) -> str | None:

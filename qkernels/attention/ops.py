@@ -94,7 +94,9 @@ def rope_write_kv_(
     check_rope(op, q_THD, k_TJD, cos_sin, positions_T, parts=True)
     check_kv_write(op, k_TJD, v_TJD, cache, slots_T, parts=True)
     if (q_norm_D is None) != (k_norm_D is None):
-        raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
+        raise KernelError(
+            f"{op} norms", "expected one for q and one for k, or none", "pass both norms or none"
+        )
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
             check_norm(f"{op} {name}", norm, q_THD)
@@ -158,6 +160,7 @@ def paged_attention(
         raise KernelError(
             "paged_attention q",
             f"expected heads divisible by the {kv_heads} KV heads, found {heads}",
+            "pass q with these heads",
         )
     if limbs is not None:
         check_limb_rows("paged_attention q", q_THD, heads * head_dim, limbs)
@@ -170,10 +173,16 @@ def paged_attention(
         argument = f"paged_attention {name.rpartition('_')[0]}"
         check_tensor(argument, getattr(step, name), shape, (torch.int32,), q_THD)
     if window is not None and window < 1:
-        raise KernelError("paged_attention window", f"expected None or at least 1, found {window}")
+        raise KernelError(
+            "paged_attention window",
+            f"expected None or at least 1, found {window}",
+            "pass None for no window",
+        )
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise KernelError(
-            "paged_attention soft_cap", f"expected None or a number above 0, found {soft_cap}"
+            "paged_attention soft_cap",
+            f"expected None or a number above 0, found {soft_cap}",
+            "pass None for no cap",
         )
     if sinks_H is not None:
         check_tensor("paged_attention sinks", sinks_H, (heads,), (torch.float32,), q_THD)
@@ -183,12 +192,14 @@ def paged_attention(
         raise KernelError(
             "paged_attention chunk_size",
             f"expected None, or at least 1 without a window, found {chunk_size}",
+            "pass None for no chunks",
         )
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * page_size:
         raise KernelError(
             "paged_attention max_context_len",
             f"{step.max_context_len} keys do not fit in {num_pages} pages of {page_size}",
+            "pass longer block tables",
         )
     options = {
         "scale": scale,

@@ -73,9 +73,13 @@ def select(
     try:
         ms = tuple(int(text) for text in m.split(",")) if m else None
     except ValueError:
-        raise KernelError("--m", f"expected numbers such as 1,16,64, found {m!r}") from None
+        raise KernelError(
+            "--m", f"expected numbers such as 1,16,64, found {m!r}", "separate numbers with commas"
+        ) from None
     if ms and min(ms) < 1:
-        raise KernelError("--m", f"expected numbers from 1 on, found {min(ms)}")
+        raise KernelError(
+            "--m", f"expected numbers from 1 on, found {min(ms)}", "leave out smaller ones"
+        )
     chosen = []
     for name in ops_asked:
         benched = OPS[name]

@@ -77,14 +77,20 @@ def check_recent(
     """Raise KernelError unless the kept inputs of recent rows match the step."""
     if (recent_PNI is None) != (step.lacking_R is None):
         raise KernelError(
-            f"{op} recent", "expected both recent and the step's lacking rows, or neither"
+            f"{op} recent",
+            "expected both recent and the step's lacking rows, or neither",
+            "pass both or neither",
         )
     if recent_PNI is None:
         return
     check_tensor(f"{op} recent", recent_PNI, (None, None, inputs), (like.dtype,), like)
     check_dense(f"{op} recent", recent_PNI)
     if recent_PNI.shape[1] % 2:
-        raise KernelError(f"{op} recent", f"expected an even N, found {recent_PNI.shape[1]}")
+        raise KernelError(
+            f"{op} recent",
+            f"expected an even N, found {recent_PNI.shape[1]}",
+            "make N even",
+        )
     (R,) = step.slots_R.shape
     check_tensor(f"{op} lacking", step.lacking_R, (R,), (torch.int32,), like)
 
@@ -101,7 +107,11 @@ def check_step(op: str, step: StateStep, like: torch.Tensor) -> None:
 def check_dense(name: str, states: torch.Tensor) -> None:
     """Raise KernelError unless states are contiguous."""
     if not states.is_contiguous():
-        raise KernelError(name, f"expected contiguous states, found strides {states.stride()}")
+        raise KernelError(
+            name,
+            f"expected contiguous states, found strides {states.stride()}",
+            "make it contiguous",
+        )
 
 
 def _check(
@@ -117,17 +127,27 @@ def _check(
     _, width = expect_ndim(f"{op} x", x, 2)
     C, rest = divmod(width, parts)
     if rest:
-        raise KernelError(f"{op} mixed", f"expected b, c and x side by side, found {width} columns")
+        raise KernelError(
+            f"{op} mixed",
+            f"expected b, c and x side by side, found {width} columns",
+            "concatenate the three along channels",
+        )
     check_tensor(f"{op} weight", weight_CW, (C, None), FLOAT_DTYPES, x)
     taps = weight_CW.shape[1]
     if not 2 <= taps <= 8:
-        raise KernelError(f"{op} weight", f"expected 2 to 8 taps, found {taps}")
+        raise KernelError(
+            f"{op} weight", f"expected 2 to 8 taps, found {taps}", "use a convolution of this width"
+        )
     if bias_C is not None:
         check_tensor(f"{op} bias", bias_C, (C,), FLOAT_DTYPES, x)
     check_tensor(f"{op} conv", conv_PCL, (None, C, None), (x.dtype,), x)
     if conv_PCL.shape[2] < taps - 1:
         found = conv_PCL.shape[2]
-        raise KernelError(f"{op} conv", f"expected {taps - 1} columns or more, found {found}")
+        raise KernelError(
+            f"{op} conv",
+            f"expected {taps - 1} columns or more, found {found}",
+            "pass longer states",
+        )
     check_dense(f"{op} conv", conv_PCL)
     check_step(op, step, x)
 

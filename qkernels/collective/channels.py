@@ -149,6 +149,7 @@ class Peers:
                 "peer memory",
                 f"expected {layout.num_bytes} bytes on {layout.ranks} ranks, "
                 f"found {memory.own.numel()} on {memory.ranks}",
+                "make the memory with this layout",
             )
         self.memory, self.layout, self.spin_limit = memory, layout, spin_limit
         self.rank, self.ranks = memory.rank, memory.ranks

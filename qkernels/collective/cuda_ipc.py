@@ -54,11 +54,17 @@ def _check_places(rank: int, places: list[tuple[int, bytes]]) -> bytes:
     own, host = places[rank]
     for other, (index, other_host) in enumerate(places):
         if other_host != host:
-            raise PeerAccessError(f"rank {other}", "is on another host")
+            raise PeerAccessError(f"rank {other}", "is on another host", "use GPUs of one host")
         if index >= torch.cuda.device_count():
-            raise PeerAccessError(f"rank {other}", "sees other devices: CUDA_VISIBLE_DEVICES")
+            raise PeerAccessError(
+                f"rank {other}", "sees other devices", "set CUDA_VISIBLE_DEVICES alike for all"
+            )
         if index != own and not torch.cuda.can_device_access_peer(own, index):
-            raise PeerAccessError(f"GPU {own}", f"has no peer access to GPU {index} (rank {other})")
+            raise PeerAccessError(
+                f"GPU {own}",
+                f"has no peer access to GPU {index} (rank {other})",
+                "use GPUs with it: nvidia-smi topo -m",
+            )
     return b""
 
 
@@ -145,7 +151,11 @@ class ExportedMemory:
 def open_handle(handle: bytes, device: torch.device) -> int:
     """Map another process's memory for `device`. Returns its address. Raises PeerAccessError."""
     if len(handle) != _HANDLE_BYTES:
-        raise PeerAccessError("an IPC handle", f"has {len(handle)} bytes, not {_HANDLE_BYTES}")
+        raise PeerAccessError(
+            "an IPC handle",
+            f"has {len(handle)} bytes, not {_HANDLE_BYTES}",
+            "run the same version on both sides",
+        )
     torch.cuda.set_device(device)
     torch.cuda.synchronize(device)
     pointer = ctypes.c_uint64(0)
@@ -220,4 +230,5 @@ def _call(name: str, *arguments: object) -> None:
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(text))
-        raise PeerAccessError(f"CUDA's {name}", (text.value or b"error").decode() + f" ({result})")
+        problem = (text.value or b"error").decode() + f" ({result})"
+        raise PeerAccessError(f"CUDA's {name}", problem, "check the GPUs with nvidia-smi")

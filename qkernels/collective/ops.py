@@ -42,7 +42,11 @@ def all_reduce(x: LinearOutput, peers: Peers, how: Algorithm | None = None) -> t
     most = limits.one_shot if how == "one_shot" else limits.two_shot
     if how is None or _message_bytes(x, peers) > most:
         found = f"{_message_bytes(x, peers)} of {list(x.shape)}"
-        raise KernelError("all_reduce x", f"expected at most {most} bytes, found {found}")
+        raise KernelError(
+            "all_reduce x",
+            f"expected at most {most} bytes, found {found}",
+            "use NCCL for larger tensors",
+        )
     if isinstance(x, SplitKPartials):
         first, *others = x.parts.unbind(0)
         return _all_reduce(sum(others, first), peers, how).to(x.dtype)

@@ -63,23 +63,31 @@ def delta_rule_(
             f"{op} mixed",
             f"expected queries and keys of {K} channels for heads that divide {H}, and {H} x {V}"
             f" values, found {C} channels",
+            "pass heads as the rows of the mixer's projection have them",
         )
     (A,) = expect_ndim(f"{op} dt_bias", dt_bias_A, 1)
     if A not in (H, H * K):
-        raise KernelError(f"{op} dt_bias", f"expected {H} or {H * K} numbers, found {A}")
+        raise KernelError(
+            f"{op} dt_bias",
+            f"expected {H} or {H * K} numbers, found {A}",
+            "pass one number per head or key channel",
+        )
     for name, x, size in (("b", b_TH, H), ("a", a_TA, A)):
         check_tensor(f"{op} {name}", x, (T, size), (mixed_TC.dtype,), mixed_TC)
     for name, x, size in (("a_log", a_log_H, H), ("dt_bias", dt_bias_A, A)):
         check_tensor(f"{op} {name}", x, (size,), (torch.float32,), mixed_TC)
     if not 0 < write_factor <= 2:
         raise KernelError(
-            f"{op} write_factor", f"expected above 0, at most 2, found {write_factor}"
+            f"{op} write_factor",
+            f"expected above 0, at most 2, found {write_factor}",
+            "pass 1 or 2",
         )
     if not -MAX_DECAY <= decay_bound <= 0 or (decay_bound and A == H):
         raise KernelError(
             f"{op} decay_bound",
             f"expected 0, or at least -{MAX_DECAY} with decays of {H * K} key channels, found"
             f" {decay_bound} with {A} decays",
+            "pass 0 for no bound",
         )
     check_step(op, step, mixed_TC)
     inputs = recent_width(heads * K, H * V, H, A)

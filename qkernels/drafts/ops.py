@@ -64,7 +64,9 @@ def settle_drafts_(
     _check(what, chunks, tables)
     D, like = len(chunks.chunk_D), chunks.rows_R
     if (tokens_S is None) != (words_SP is None) or (tokens_S is None and D):
-        raise KernelError(what, f"expected tokens and words of {D} chunks, found none")
+        raise KernelError(
+            what, f"expected tokens and words of {D} chunks, found none", "pass those of the drafts"
+        )
     if tokens_S is not None:
         check_tensor(f"{what} tokens", tokens_S, (None,), INT64, like)
         check_tensor(f"{what} words", words_SP, (len(tokens_S), NUM_WORDS), INT64, like)
@@ -114,7 +116,11 @@ def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
         tensor = getattr(chunks, name)
         check_tensor(f"{what} {name}", tensor, (None,), int32, like)
         if len(tensor) < least:
-            raise KernelError(f"{what} {name}", f"expected {least} or more, found {len(tensor)}")
+            raise KernelError(
+                f"{what} {name}",
+                f"expected {least} or more, found {len(tensor)}",
+                "pass longer tensors",
+            )
     check_tensor(f"{what} block_tables", chunks.block_tables_RX, (None, None), int32, like)
     N = len(tables.rejected_N)
     check_tensor(f"{what} rejected", tables.rejected_N, (N,), INT64, like)
@@ -122,7 +128,11 @@ def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
     if chunks.max_sampled > tables.tokens_NK1.shape[1]:
         found = f"found {chunks.max_sampled} rows that sample"
         width = tables.tokens_NK1.shape[1]
-        raise KernelError(f"{what} max_sampled", f"expected {width} or fewer, {found}")
+        raise KernelError(
+            f"{what} max_sampled",
+            f"expected {width} or fewer, {found}",
+            "pass the number of rows that sample",
+        )
 
 
 def _run(operation: dispatch.Operation, chunks: DraftChunks, kernel: str | None):

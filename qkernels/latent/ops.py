@@ -95,7 +95,11 @@ def latent_attention(
     _, _, E = expect_ndim(f"{op} q", q_THE, 3)
     _check_pages(op, cache, E, q_THE)
     if not 1 <= latent_width < E:
-        raise KernelError(f"{op} latent_width", f"expected 1 to {E - 1}, found {latent_width}")
+        raise KernelError(
+            f"{op} latent_width",
+            f"expected 1 to {E - 1}, found {latent_width}",
+            "pass the width without the rotated part",
+        )
     requests = step.context_lengths_R.shape[0]
     for name, shape in (
         ("block_tables_RX", (requests, None)),
@@ -105,12 +109,15 @@ def latent_attention(
         argument = f"{op} {name.rpartition('_')[0]}"
         check_tensor(argument, getattr(step, name), shape, (torch.int32,), q_THE)
     if step.last_keys_T is not None:
-        raise KernelError(f"{op} last_keys", "expected None, found rows that see later keys")
+        raise KernelError(
+            f"{op} last_keys", "expected None, found rows that see later keys", "leave it out"
+        )
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * cache.page_size:
         raise KernelError(
             f"{op} max_context_len",
             f"{step.max_context_len} keys do not fit in {num_pages} pages of {cache.page_size}",
+            "pass longer block tables",
         )
     run = dispatch.implementation(
         rows.LATENT_ATTENTION,
@@ -149,7 +156,11 @@ def expanded_latent_attention(
     check_tensor(f"{op} key_up", key_up_HPL, (H, None, None), dtypes, q_NHD)
     check_tensor(f"{op} value_up", value_up_HLV, (H, L, None), dtypes, q_NHD)
     if not 1 <= P < width:
-        raise KernelError(f"{op} key_up", f"expected 1 to {width - 1} keys of a head, found {P}")
+        raise KernelError(
+            f"{op} key_up",
+            f"expected 1 to {width - 1} keys of a head, found {P}",
+            "pass the matrix of one head's keys",
+        )
     _check_pages(op, cache, L + width - P, q_NHD)
     check_tensor(f"{op} pages", chunks.pages_X, (None,), (torch.int64,), q_NHD)
     return expanded_attention(q_NHD, cache, chunks, key_up_HPL, value_up_HLV, scale=scale)
@@ -161,10 +172,16 @@ def _check_pages(op: str, cache: PagedLatents, width: int, like: torch.Tensor) -
     if cache.pages.dtype.itemsize == 1:
         if cache.scales is None:
             raise KernelError(
-                f"{op} scales", f"expected scales of {cache.pages.dtype} pages, found none"
+                f"{op} scales",
+                f"expected scales of {cache.pages.dtype} pages, found none",
+                "pass them with the pages",
             )
         shape = (*cache.pages.shape[:2], 2)
         check_tensor(f"{op} scales", cache.scales, shape, (torch.float32,), like)
     for name, tensor in (("pages", cache.pages), ("scales", cache.scales)):
         if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{op} {name}", f"expected contiguous, found {tensor.stride()}")
+            raise KernelError(
+                f"{op} {name}",
+                f"expected contiguous, found {tensor.stride()}",
+                "make it contiguous",
+            )

@@ -31,7 +31,9 @@ def fixed_order_linear(
     else:
         if x.dtype not in HALF_DTYPES:
             raise KernelError(
-                "fixed_order_linear x", f"expected float16 or bfloat16 on a GPU, found {x.dtype}"
+                "fixed_order_linear x",
+                f"expected float16 or bfloat16 on a GPU, found {x.dtype}",
+                "call linear, or convert x",
             )
         from qkernels.linear import triton_float
 

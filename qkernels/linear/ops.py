@@ -185,7 +185,9 @@ def _linear_into(
     check_tensor("linear out", out_MN, (M, weight.out_features), (weight.dtype,), x_MK)
     if not out_MN.is_contiguous():
         raise KernelError(
-            "linear out", f"expected a contiguous tensor, found strides {out_MN.stride()}"
+            "linear out",
+            f"expected a contiguous tensor, found strides {out_MN.stride()}",
+            "make it contiguous",
         )
     plan = plan or plan_linear(weight, M, fused=False)
     x = x if isinstance(x, Codes) else _as_operand(x, plan)
@@ -272,7 +274,9 @@ def check_codes(
     check_tensor("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)
     if codes_MK.device != weight.device:
         raise KernelError(
-            "linear_codes codes", f"expected codes on {weight.device}, found {codes_MK.device}"
+            "linear_codes codes",
+            f"expected codes on {weight.device}, found {codes_MK.device}",
+            "move them with .to()",
         )
     rows = codes_MK.shape[0]
     check_tensor("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
@@ -289,6 +293,7 @@ def check_limbs_of(limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | No
             "linear limbs",
             f"expected limbs of {weight.in_features} inputs on {weight.device},"
             f" found {limbs.in_features} on {limbs.words.device}",
+            "make limbs of this weight's inputs",
         )
     if bias is not None:
         check_tensor("linear bias", bias, (weight.out_features,), (weight.dtype,), limbs.words)
@@ -299,7 +304,9 @@ def check_linear(x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | N
     check_float("linear x", x)
     if x.ndim == 0 or x.shape[-1] != weight.in_features:
         raise KernelError(
-            "linear x", f"expected [..., {weight.in_features}], found {list(x.shape)}"
+            "linear x",
+            f"expected [..., {weight.in_features}], found {list(x.shape)}",
+            "pass rows of this many inputs",
         )
     if x.dtype != weight.dtype or x.device != weight.device:
         raise KernelError(

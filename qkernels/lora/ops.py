@@ -52,7 +52,11 @@ def _shrink(
     )
     _check_slots(f"{op} slots", slots_T, x_TK.shape[0], x_TK)
     if weights.num_slices > MAX_SLICES:
-        raise KernelError(op, f"expected at most {MAX_SLICES} linears, found {weights.num_slices}")
+        raise KernelError(
+            op,
+            f"expected at most {MAX_SLICES} linears, found {weights.num_slices}",
+            "split the projection",
+        )
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     run = dispatch.implementation(
         operation, device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel

@@ -52,6 +52,7 @@ def selective_scan_(
             f"{op} mixed",
             f"expected {H} x {D} channels of x, and B and C of {N} channels for groups that divide"
             f" {H}, found {C} channels",
+            "pass the output of the mixer's projection",
         )
     check_tensor(f"{op} dt", dt_TH, (T, H), (mixed_TC.dtype,), mixed_TC)
     for name, x in (("a_log", a_log_H), ("skip", skip_H), ("dt_bias", dt_bias_H)):
@@ -92,7 +93,11 @@ def gated_group_norm(
     if weight_C is not None:
         check_tensor(f"{op} weight", weight_C, (C,), (x_TC.dtype,), x_TC)
     if groups < 1 or C % groups:
-        raise KernelError(f"{op} x", f"expected {groups} groups of channels, found {C} channels")
+        raise KernelError(
+            f"{op} x",
+            f"expected {groups} groups of channels, found {C} channels",
+            "pass a multiple of the groups",
+        )
     run = dispatch.implementation(
         rows.GATED_GROUP_NORM,
         device=x_TC.device.type,

@@ -124,7 +124,9 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
         found = {shape_of(matrix) for matrix in matrices}
         if len(matrices) != count or found != {shape}:
             raise KernelError(
-                f"experts {name}", f"expected {count} of {list(shape)}, found {sorted(found)}"
+                f"experts {name}",
+                f"expected {count} of {list(shape)}, found {sorted(found)}",
+                "pass one matrix of this shape per expert",
             )
     for name, bias, width in (
         ("gate_up bias", weights.gate_up_bias_EN, outputs),
@@ -132,7 +134,9 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
     ):
         if bias is not None and bias.shape != (count, width):
             raise KernelError(
-                f"experts {name}", f"expected {[count, width]}, found {list(bias.shape)}"
+                f"experts {name}",
+                f"expected {[count, width]}, found {list(bias.shape)}",
+                "pass one row per expert",
             )
 
 

@@ -48,11 +48,16 @@ class Routing:
     def __post_init__(self) -> None:
         E, k, G = self.num_experts, self.top_k, self.num_groups
         if not 1 <= k <= E:
-            raise KernelError("routing", f"expected 1 to {E} experts of a token, found {k}")
+            raise KernelError(
+                "routing",
+                f"expected 1 to {E} experts of a token, found {k}",
+                "choose such a number",
+            )
         if not 1 <= self.top_groups <= G or E % G or self.top_groups * (E // G) < k:
             raise KernelError(
                 "routing",
                 f"{k} of {E} experts cannot be chosen from {self.top_groups} of {G} groups",
+                "choose fewer experts or more groups",
             )
 
 

@@ -26,7 +26,11 @@ class SplitKPartials:
     def __post_init__(self) -> None:
         if self.parts.dtype != torch.float32 or self.parts.ndim < 2 or not self.parts.shape[0]:
             found = f"{self.parts.dtype} {list(self.parts.shape)}"
-            raise KernelError("partial sums", f"expected float32 [splits, ...], found {found}")
+            raise KernelError(
+                "partial sums",
+                f"expected float32 [splits, ...], found {found}",
+                "pass the sums as a product returns them",
+            )
         if self.parts.numel() >= 2**31:  # kernels index the partial sums by 32-bit integers
             found = list(self.parts.shape)
             raise KernelError(

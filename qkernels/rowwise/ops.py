@@ -67,12 +67,22 @@ def activate(
     width = x.shape[-1]
     if spec.gated:
         if width % 2:
-            raise KernelError("activate x", f"expected an even last dim, found {list(x.shape)}")
+            raise KernelError(
+                "activate x",
+                f"expected an even last dim, found {list(x.shape)}",
+                "pass gate and up side by side",
+            )
         width //= 2
     elif spec.kind == "swiglu_oai":
-        raise KernelError("activate gated", "expected True for swiglu_oai, found False")
+        raise KernelError(
+            "activate gated", "expected True for swiglu_oai, found False", "pass gated=True"
+        )
     if spec.limit is not None and not 0 < spec.limit < math.inf:
-        raise KernelError("activate limit", f"expected a number above 0, found {spec.limit}")
+        raise KernelError(
+            "activate limit",
+            f"expected a number above 0, found {spec.limit}",
+            "pass None for no limit",
+        )
     check_form("activate", x, width, out)
     return _run(rows.ACTIVATE, x, width, out, kernel)(x, spec, out)
 
@@ -132,7 +142,7 @@ def embed_norms(
     check_tensor(f"{op} tokens", tokens_M, (M,), (torch.int64,), state_MC)
     check_tensor(f"{op} table", table_VC, (None, C), (state_MC.dtype,), state_MC)
     if not table_VC.is_contiguous():
-        raise KernelError(f"{op} table", "expected a contiguous table")
+        raise KernelError(f"{op} table", "expected a contiguous table", "make it contiguous")
     check_norm(f"{op} norm of states", state_norm_C, state_MC)
     check_tensor(f"{op} norm of the table", table_norm_C, (C,), (state_norm_C.dtype,), state_MC)
     inputs = tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps
@@ -184,6 +194,10 @@ def check_form(op: str, x: LinearOutput, width: int, out: InputForm) -> None:
     activation, scale = out
     if (scale is None) != activation.dynamic:
         expected = "None" if activation.dynamic else "one number"
-        raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
+        raise KernelError(
+            f"{op} scale",
+            f"expected {expected} for {activation}",
+            "pass the scale that the activation needs",
+        )
     if scale is not None:
         check_tensor(f"{op} scale", scale, (), (torch.float32,), x)

@@ -26,17 +26,27 @@ def sample_(
     check_float("sample_ logits", logits_SV)
     rows, vocabulary = expect_ndim("sample_ logits", logits_SV, 2)
     if not 0 < vocabulary < 2**31 - 1:
-        raise KernelError("sample_ logits", f"expected at least one column, found {vocabulary}")
+        raise KernelError(
+            "sample_ logits",
+            f"expected at least one column, found {vocabulary}",
+            "pass logits of the vocabulary",
+        )
     int64 = (torch.int64,)
     check_tensor("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
     check_tensor("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
     if settings.num_logprobs > MAX_LOGPROBS:
         found = settings.num_logprobs
-        raise KernelError("sample_ num_logprobs", f"expected at most {MAX_LOGPROBS}, found {found}")
+        raise KernelError(
+            "sample_ num_logprobs",
+            f"expected at most {MAX_LOGPROBS}, found {found}",
+            "ask for fewer",
+        )
     if history_WV is not None:
         check_tensor("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
         if not history_WV.is_contiguous():
-            raise KernelError("sample_ history", "expected a contiguous table")
+            raise KernelError(
+                "sample_ history", "expected a contiguous table", "make it contiguous"
+            )
     run = dispatch.implementation(
         SAMPLE, device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel
     )

@@ -153,7 +153,9 @@ def run(
         return torch.nn.functional.linear(x, dequantize(weight), bias)
     form = replace(x.form, with_tensor=False) if isinstance(x, Limbs) else None
     if form != plan.operand:
-        raise KernelError("linear x", f"expected the form {plan.operand}, found {form}")
+        raise KernelError(
+            "linear x", f"expected the form {plan.operand}, found {form}", "prepare x for this plan"
+        )
     kernel = _module(plan.variant)
     if plan.tail is not None:
         y_MN = x.new_empty(x.shape[0], weight.out_features)

@@ -25,7 +25,7 @@ METRICS, MODELS = "/metrics", "/v1/models"
 EVERYWHERE = (METRICS, "/reset_prefix_cache", "/start_profile", "/stop_profile")
 NAMED_EVENTS = "/v1/responses"  # this route has named events and no [DONE]
 READ_SECONDS = 30.0  # time limit for the metrics of all replicas
-LOST = "The replica that ran the request died. Try again."
+LOST = "The replica that ran the request died."
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,12 @@ class Gateway:
         try:
             status, headers = await anext(aiter(answer))
         except BackPressureError:
-            raise ApiError(503, "All replicas are full.", headers={"Retry-After": "1"}) from None
+            raise ApiError(
+                503, "All replicas are full.", "Try again in 1 s.", headers={"Retry-After": "1"}
+            ) from None
         except (RayError, RayServeException, StopAsyncIteration) as error:
             logger.warning("A replica gave no answer: %s", type(error).__name__)
-            raise ApiError(503, LOST, headers={"Retry-After": "1"}) from None
+            raise ApiError(503, LOST, "Try again.", headers={"Retry-After": "1"}) from None
         except asyncio.CancelledError:
             answer.cancel()
             raise
@@ -93,7 +95,9 @@ class Gateway:
             body += chunk
             if len(body) > self._config.max_body_bytes:
                 raise ApiError(
-                    413, f"expected a body of at most {self._config.max_body_bytes} bytes."
+                    413,
+                    f"expected a body of at most {self._config.max_body_bytes} bytes.",
+                    "Send a smaller body.",
                 )
         return bytes(body)
 
@@ -110,7 +114,7 @@ class Gateway:
             found = []
         answers = [each for part in found if isinstance(part, list) for each in part]
         if not answers:
-            raise ApiError(503, "The replicas do not answer.")
+            raise ApiError(503, "The replicas do not answer.", "Try again later.")
         _, status, body = max(answers, key=lambda answer: answer[1])
         if status != 200 or routed.path != METRICS:
             return Response(body, status_code=status, media_type="application/json")
@@ -146,7 +150,7 @@ async def _pieces(
 
 def _last_words(path: str) -> bytes:
     """Return the last bytes of a broken stream, in the format of its route."""
-    data = b"data: " + msgspec.json.encode(ApiError(503, LOST).envelope) + b"\n\n"
+    data = b"data: " + msgspec.json.encode(ApiError(503, LOST, "Try again.").envelope) + b"\n\n"
     if path == NAMED_EVENTS:
         return b"event: error\n" + data
     return data + b"data: [DONE]\n\n"

@@ -3,11 +3,13 @@
 Only one tensor is in memory at a time, besides the adapter and the shard that is being filled.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from formats.architecture.stored_form.stacked_experts import with_stacked_experts
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError
 from formats.families import family_of
@@ -68,12 +70,9 @@ def merge_adapter(
     with open_writer(
         target, reader, min_bytes=reader.num_bytes, max_shard_bytes=max_shard_bytes
     ) as writer:
-        for name in reader.entries:
-            weight = reader.get(name)
-            if name in pairs:
-                weight, squares = _merged(name, weight, pairs[name])
-                sums += squares
-            writer.add(name, weight)
+        tensors = _with_updates(reader, pairs, sums)
+        for name, tensor in with_stacked_experts(reader.config, reader.entries, tensors):
+            writer.add(name, tensor)
         staged = CheckpointReader(writer.seal(reader.config, side_files_from=reader.folder))
         for name, pair in pairs.items():
             if not torch.equal(staged.get(name), _merged(name, reader.get(name), pair)[0]):
@@ -90,6 +89,18 @@ def merge_adapter(
         update=norms[1] / max(norms[0], 1e-30),
         lost=norms[2] / max(norms[1], 1e-30),
     )
+
+
+def _with_updates(
+    reader: CheckpointReader, pairs: Mapping[str, LoraPair], sums: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor, adapted ones with their update, and add their squares to `sums`."""
+    for name in reader.entries:
+        weight = reader.get(name)
+        if name in pairs:
+            weight, squares = _merged(name, weight, pairs[name])
+            sums += squares
+        yield name, weight
 
 
 def _merged(name: str, weight: torch.Tensor, pair: LoraPair) -> tuple[torch.Tensor, torch.Tensor]:

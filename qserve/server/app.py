@@ -157,7 +157,8 @@ def app_of(
         of_operators += [*operations.routes, *weights.routes]
     else:
         reason = "This server was started without --enable-admin-routes."
-        found += refusing([*operations.routes, *weights.routes], reason)
+        remedy = "Restart it with this flag."
+        found += refusing([*operations.routes, *weights.routes], reason, remedy)
     app = Starlette(routes=[*found, *of_operators])
     app.router.redirect_slashes = False
     app.state.service, app.state.services = services[0], tuple(services)

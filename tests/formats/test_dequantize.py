@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
 from formats import float_view
-from formats.checkpoint import CheckpointReader
+from formats.checkpoint import SINGLE, CheckpointReader
 from formats.dequantize import dequantize_checkpoint
 from formats.errors import CheckpointError, DiskError, InputError
 from formats.files import target as target_module
@@ -17,6 +17,8 @@ from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from tests.formats.made_by.expected import FOLDERS, expected_digests
 from tests.formats.made_by.makers.digest import digest
+from tests.qserve.model.variants import TOKENS, logits, relative
+from tests.tiny_families import STACKED_EXPERTS
 from tests.tiny_vision import write_tiny_vision
 
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -71,6 +73,58 @@ def test_vision_part_is_kept(tmp_path):
     kept, want = (CheckpointReader(each).other_parts for each in (target, source))
     assert kept.keys() == want.keys() and len(kept) > 10
     assert all(torch.equal(kept[name].read(), want[name].read()) for name in want)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        STACKED_EXPERTS[0],
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in STACKED_EXPERTS[1:]),
+    ],
+)
+def test_transformers_loads_experts_that_were_quantized_one_by_one(name, tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source, quantized, target = tiny_model(name), tmp_path / "quantized", tmp_path / "floats"
+    quantize_checkpoint(
+        source,
+        quantized,
+        scheme=Scheme.parse("w8a16-sym-g32"),
+        recipe="rtn",
+        progress=False,
+        quality_windows=0,
+    )
+    floats_of(quantized, target, dtype="float32")
+    model, found = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, output_loading_info=True
+    )
+    assert not {key: names for key, names in found.items() if names}
+    with torch.no_grad():
+        result = model.eval()(torch.tensor([TOKENS])).logits[0]
+    assert relative(result, logits(quantized)) < 1e-4
+    stored, decoded = load_file(source / "model.safetensors"), load_file(target / SINGLE)
+    assert {n: t.shape for n, t in decoded.items()} == {n: t.shape for n, t in stored.items()}
+
+
+def test_stack_with_a_quantized_and_a_float_expert(tmp_path, tiny_model):
+    """Half of the experts are decoded to another dtype than the rest has."""
+    source, quantized, target = tiny_model("granite_moe"), tmp_path / "q", tmp_path / "floats"
+    quantize_checkpoint(
+        source,
+        quantized,
+        scheme=Scheme.parse("w8a16-sym-g32"),
+        ignore=[r"re:.*experts\.[0-2]\..*"],
+        recipe="rtn",
+        progress=False,
+        quality_windows=0,
+    )
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    floats_of(quantized, target)
+    name = "model.layers.0.block_sparse_moe.output_linear.weight"
+    found, want = (load_file(each / SINGLE)[name] for each in (target, source))
+    assert found.dtype == torch.float32 and torch.equal(found[:3], want[:3])
+    assert 0 < relative(found[3:], want[3:]) < 0.01
 
 
 def test_dtype_of_config_json_is_kept(tmp_path):

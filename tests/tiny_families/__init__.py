@@ -18,6 +18,7 @@ __all__ = [
     "NEOX",
     "ROWS",
     "SHORT_CONV",
+    "STACKED_EXPERTS",
     "STATES",
     "TINY",
     "TINY_FAMILIES",
@@ -53,5 +54,10 @@ TINY_FAMILIES = {
 ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS, *newer.ROWS)
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
+# families of which transformers reads only tensors of all experts of a layer
+STACKED_EXPERTS = (
+    *("gemma4_moe", "granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_hybrid_moe"),
+    *("step", "llama4", "mistral4", "inkling"),
+)
 # families that adapters are refused for
 WITHOUT_ADAPTERS = ("deepseek_v4",)

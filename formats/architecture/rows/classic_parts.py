@@ -214,6 +214,7 @@ GRANITE_MOE: dict[str, Any] = {
         "intermediate_size",
         Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
         stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        stacks_only=True,
     ),
     "names_in_transformers": {
         "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
@@ -370,6 +371,7 @@ LLAMA_4: dict[str, Any] = {
         dense_layers_key="mlp_only_layers",
         stacks=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
         stacks_transposed=True,
+        stacks_only=True,
         scaled_inputs=True,
     ),
     "norms": norms_before("feed_forward"),

@@ -39,6 +39,7 @@ _EXPERTS = experts(
         expert_scale="router.per_expert_scale",
     ),
     with_dense=True,
+    stacks_only=True,
 )
 LAYER_INPUTS = LayerInputs(
     width_key=_WIDTH,

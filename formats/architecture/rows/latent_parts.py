@@ -207,6 +207,7 @@ MISTRAL_4: dict[str, Any] = {
         ),
         shared=_SHARED,
         first_dense_key="first_k_dense_replace",
+        stacks_only=True,
     ),
     "draft_layers_key": "",
     "fixed": {"attention_bias": False},

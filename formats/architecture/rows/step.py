@@ -35,6 +35,7 @@ STEP: dict[str, Any] = {
         shared=SharedExpert(**gated("share_expert", *NAMES, "shared_expert_intermediate_size")),
         types_key="mlp_layer_types",
         stacks=tuple(f"{_MODULE}.{name}.weight" for name in NAMES),
+        stacks_only=True,
         limits_key="swiglu_limits",
     ),
     "limits_key": "swiglu_limits_shared",

@@ -96,6 +96,7 @@ INKLING: dict[str, Any] = {
             scale="gate.global_scale",
         ),
         types_key="mlp_layer_types",
+        stacks_only=True,
         always=AlwaysActive(
             count_key="n_shared_experts",
             module="mlp.shared_experts",

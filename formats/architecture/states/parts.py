@@ -231,6 +231,7 @@ _GRANITE_EXPERTS = experts(
     Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
     shared=SharedExpert(**_GRANITE_SHARED),
     stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    stacks_only=True,
 )
 # without experts, which the variant has
 GRANITE_HYBRID = {

@@ -51,20 +51,28 @@ def select_blocks(
     T, J, D = expect_ndim(f"{op} q", q_TJD, 3)
     check_tensor(f"{op} keys", keys_PBD, (None, None, D), (q_TJD.dtype,), q_TJD)
     if not keys_PBD.is_contiguous():
-        raise KernelError(f"{op} keys", f"expected contiguous, found {keys_PBD.stride()}")
+        raise KernelError(
+            f"{op} keys",
+            f"expected contiguous, found {keys_PBD.stride()}",
+            "make it contiguous",
+        )
     page_size, K = keys_PBD.shape[1], step.max_context_len
     if block_size % page_size:
         raise KernelError(
             f"{op} block_size",
             f"expected a multiple of the page size {page_size}, found {block_size}",
+            "choose such a size",
         )
     if step.block_tables_RX.shape[1] * page_size < K:
         raise KernelError(
             f"{op} max_context_len",
             f"{K} keys do not fit in {step.block_tables_RX.shape[1]} pages of {page_size}",
+            "pass longer block tables",
         )
     if step.last_keys_T is not None:
-        raise KernelError(f"{op} last_keys", "expected None: rows see the keys up to their own")
+        raise KernelError(
+            f"{op} last_keys", "expected None: rows see the keys up to their own", "leave it out"
+        )
     score = dispatch.implementation(
         BLOCK_SCORES, device=q_TJD.device.type, dtype=q_TJD.dtype, requested=kernel
     )

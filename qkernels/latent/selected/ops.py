@@ -68,13 +68,19 @@ def select_keys(
     check_tensor(f"{op} weights", weights_TI, (T, heads), (torch.float32,), q_TID)
     check_tensor(f"{op} keys", keys_PBD, (None, None, D), (q_TID.dtype,), q_TID)
     if not keys_PBD.is_contiguous():
-        raise KernelError(f"{op} keys", f"expected contiguous, found {keys_PBD.stride()}")
+        raise KernelError(
+            f"{op} keys",
+            f"expected contiguous, found {keys_PBD.stride()}",
+            "make it contiguous",
+        )
     page_size = keys_PBD.shape[1]
     K = step.max_context_len if num_keys is None else num_keys
     num_pages = step.block_tables_RX.shape[1]
     if num_pages * page_size < K:
         raise KernelError(
-            f"{op} max_context_len", f"{K} keys do not fit in {num_pages} pages of {page_size}"
+            f"{op} max_context_len",
+            f"{K} keys do not fit in {num_pages} pages of {page_size}",
+            "pass longer block tables",
         )
     score = dispatch.implementation(
         rows.INDEX_SCORES, device=q_TID.device.type, dtype=q_TID.dtype, requested=kernel
@@ -111,7 +117,11 @@ def selected_latent_attention(
     check_tensor(f"{op} slots", selected.slots_TS, (T, None), (torch.int32,), q_THE)
     check_tensor(f"{op} counts", selected.counts_T, (T,), (torch.int32,), q_THE)
     if not 1 <= latent_width < E:
-        raise KernelError(f"{op} latent_width", f"expected 1 to {E - 1}, found {latent_width}")
+        raise KernelError(
+            f"{op} latent_width",
+            f"expected 1 to {E - 1}, found {latent_width}",
+            "pass the width without the rotated part",
+        )
     run = dispatch.implementation(
         rows.SELECTED_LATENT_ATTENTION,
         device=q_THE.device.type,

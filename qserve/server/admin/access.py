@@ -25,7 +25,11 @@ def operator_of(request: Request) -> Service:
     """Return the service. Raises ApiError(403) unless the request has an operator's key."""
     service = service_of(request)
     if service.keys is None or not service.keys.is_admin(request.scope):
-        raise ApiError(403, "This route needs a key of --admin-api-key-file.")
+        raise ApiError(
+            403,
+            "This route needs a key of --admin-api-key-file.",
+            "Send one in the header Authorization: Bearer KEY.",
+        )
     return service
 
 
@@ -38,7 +42,7 @@ async def operate(request: Request, command: AnyCommand) -> Outcome:
     if problem and not client.is_alive:
         raise engine_dead(client.is_restarting)
     if problem:
-        raise ApiError(400, f"{problem}.")
+        raise ApiError.relayed(400, f"{problem}.")
     return outcome
 
 
@@ -49,7 +53,9 @@ async def decoded(request: Request, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"The body does not fit this route: {error}.") from None
+        raise ApiError(
+            400, f"The body does not fit this route: {error}.", "Correct the body."
+        ) from None
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -59,9 +65,9 @@ async def body_of(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(data) if data else {}
     except ValueError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.") from None
+        raise ApiError(400, f"The body is not valid JSON: {error}.", "Correct the body.") from None
     if not isinstance(body, dict):
-        raise ApiError(400, "expected a JSON object")
+        raise ApiError(400, "The body: expected a JSON object.", "Put names and values in {...}.")
     return body
 
 
@@ -71,7 +77,7 @@ def check_parameters(query: Mapping[str, str], *names: str) -> None:
     for name in query:
         if name not in known:
             text = f"{name[:40]}: unknown parameter; expected one of {', '.join(known)}."
-            raise ApiError(400, text, name)
+            raise ApiError(400, text, "Correct the name, or leave it out.", name)
 
 
 def mode_of(query: Mapping[str, Any]) -> str:
@@ -82,7 +88,12 @@ def mode_of(query: Mapping[str, Any]) -> str:
     mode = query.get("mode", default)
     if mode not in commands.MODES:
         known = ", ".join(commands.MODES)
-        raise ApiError(400, f"mode: expected one of {known}, found {str(mode)[:40]!r}.", "mode")
+        raise ApiError(
+            400,
+            f"mode: expected one of {known}, found {str(mode)[:40]!r}.",
+            "Use one of these.",
+            "mode",
+        )
     return mode
 
 
@@ -91,5 +102,10 @@ def flag_of(query: Mapping[str, str], name: str, *, default: bool) -> bool:
     if text is None:
         return default
     if text.lower() not in BOOLS:
-        raise ApiError(400, f"{name}: expected true or false, found {text[:40]!r}.", name)
+        raise ApiError(
+            400,
+            f"{name}: expected true or false, found {text[:40]!r}.",
+            f"Give one of the two, or leave {name} out.",
+            name,
+        )
     return BOOLS[text.lower()]

@@ -61,15 +61,24 @@ async def _load(request: Request, service: Service, asked: LoadAdapterRequest) -
             adapters.check_free(name, service.model_names)
             lora = adapters.next_request(name, adapters.path_of(asked.lora_path))
         except InputError as error:
-            raise ApiError(404 if "no such adapter" in str(error) else 400, f"{error}.") from None
+            raise ApiError.relayed(
+                404 if "no such adapter" in str(error) else 400, f"{error}."
+            ) from None
         if name in adapters.of_name and not asked.load_inplace:
-            raise ApiError(400, f"The adapter {name!r} is loaded already.", "lora_name")
+            raise ApiError(
+                400,
+                f"The adapter {name!r} is loaded already.",
+                "Set load_inplace: true to replace it.",
+                "lora_name",
+            )
         if len(adapters.of_name) >= MAX_LOADED and name not in adapters.of_name:
-            raise ApiError(400, f"{MAX_LOADED} adapters are loaded. Unload one first.")
+            raise ApiError(400, f"{MAX_LOADED} adapters are loaded.", "Unload one first.")
         problem = await service.client.load_adapter(lora)
         if problem:
             # Paths in the reply begin below --lora-folder.
-            raise ApiError(400, f"{problem.replace(f'{adapters.folder}/', '')}.", "lora_path")
+            raise ApiError.relayed(
+                400, f"{problem.replace(f'{adapters.folder}/', '')}.", "lora_path"
+            )
         adapters.add(lora)
     return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -82,7 +91,12 @@ async def unload_lora_adapter(request: Request) -> Response:
     name = asked.lora_name
     async with _turn(request, service):
         if service.adapters.of_name.pop(name, None) is None:
-            raise ApiError(404, f"The adapter {name!r} is not loaded.", "lora_name")
+            raise ApiError(
+                404,
+                f"The adapter {name!r} is not loaded.",
+                "GET /v1/models lists the adapters.",
+                "lora_name",
+            )
         service.client.unload_adapter(name)
     return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -100,7 +114,9 @@ async def _turn(request: Request, service: Service) -> AsyncIterator[None]:
 
 async def _read(request: Request, service: Service, kind: type[AnyBody]) -> AnyBody:
     if service.adapters.folder is None:
-        raise ApiError(404, "This server was started without --lora-folder.")
+        raise ApiError(
+            404, "This server was started without --lora-folder.", "Restart it with this flag."
+        )
     with RequestBody(request, client_key(request.scope), service) as body:
         content = await body.read()
     if not service.client.is_alive:

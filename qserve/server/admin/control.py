@@ -27,7 +27,11 @@ async def reset_prefix_cache(request: Request) -> Response:
         and service.keys.is_admin(request.scope)
     )
     if not service.resets_cache and not is_operator:
-        raise ApiError(404, "This server was started without --enable-cache-reset.")
+        raise ApiError(
+            404,
+            "This server was started without --enable-cache-reset.",
+            "Restart it with this flag.",
+        )
     if not service.client.is_alive:
         raise engine_dead(service.client.is_restarting)
     service.client.reset_prefix_cache()
@@ -50,8 +54,11 @@ def profile_routes(config: ProfilerConfig) -> RouteList:
                     "send {}, or no body",
                 )
             wanted = config.asked(body)
-        except (ValueError, InputError) as error:
-            raise ApiError(400, str(error)) from None
+        except InputError as error:
+            raise ApiError.relayed(400, f"{error}.") from None
+        except ValueError as error:
+            problem = f"The body is not valid JSON: {error}."
+            raise ApiError(400, problem, "Correct it, or send no body.") from None
         return await _tell(request, wanted)
 
     @routes.post("/stop_profile")
@@ -67,5 +74,5 @@ async def _tell(request: Request, config: ProfilerConfig | None) -> Response:
         raise engine_dead(client.is_restarting)
     problem = await client.profile(config)
     if problem:
-        raise ApiError(409, problem)
+        raise ApiError.relayed(409, problem)
     return Response()

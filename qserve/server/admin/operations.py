@@ -45,7 +45,9 @@ async def pause_generation(request: Request) -> Response:
     body = await body_of(request)
     mode = body.get("mode", "abort")
     if mode not in SGLANG_MODES:
-        raise ApiError(400, f"mode: expected one of {', '.join(SGLANG_MODES)}.", "mode")
+        raise ApiError(
+            400, f"mode: expected one of {', '.join(SGLANG_MODES)}.", "Use one of these.", "mode"
+        )
     command = commands.PauseGeneration(mode=SGLANG_MODES[mode], clear_cache=False)
     await operate(request, command)
     return json_response({"status": "ok", "message": "Generation paused."})
@@ -70,7 +72,7 @@ async def abort_requests(request: Request) -> Response:
     """Abort all requests. There is no route for one request: its client disconnects instead."""
     body = await body_of(request)
     if any(body.get(name) for name in ("rid", "request_ids", "request_id")):
-        raise ApiError(400, "Only all requests together can be aborted: send an empty body.")
+        raise ApiError(400, "Only all requests together can be aborted.", "Send an empty body.")
     outcome = await operate(request, commands.AbortAll())
     return json_response({"status": "aborted", "num_requests": outcome.num_requests})
 
@@ -82,7 +84,9 @@ async def sleep(request: Request) -> Response:
     check_parameters(query, "level", "mode", WAITS)
     level = query.get("level", "1")
     if level not in map(str, commands.LEVELS):
-        raise ApiError(400, f"level: expected 0, 1 or 2, found {level[:40]!r}.", "level")
+        raise ApiError(
+            400, f"level: expected 0, 1 or 2, found {level[:40]!r}.", "Use one of these.", "level"
+        )
     await operate(request, commands.Sleep(level=int(level), mode=mode_of(query)))
     return Response()
 
@@ -106,7 +110,7 @@ async def release_memory(request: Request) -> Response:
     """Sleep at level 1 (SGLang)."""
     tags = (await body_of(request)).get("tags")
     if tags is not None and commands.WEIGHTS not in tags:
-        raise ApiError(400, "tags: weights and KV pages sleep together; leave tags out.", "tags")
+        raise ApiError(400, "tags: weights and KV pages sleep together.", "Leave tags out.", "tags")
     await operate(request, commands.Sleep(level=1))
     return json_response({})
 
@@ -118,7 +122,7 @@ async def resume_memory(request: Request) -> Response:
     if tags is not None and not (
         isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
     ):
-        raise ApiError(400, "tags: expected a list of names.", "tags")
+        raise ApiError(400, "tags: expected a list of names.", "Put the names in [...].", "tags")
     await operate(request, commands.WakeUp(tags=tags))
     return json_response({})
 

@@ -33,9 +33,11 @@ async def ready(request: Request) -> Response:
     """Reply 200 while the server accepts requests: engine alive, not paused, not stopping."""
     for service in services_of(request):
         if service.is_stopping():
-            raise ApiError(503, "The server is stopping.")
+            raise ApiError(503, "The server is stopping.", "Try again later.")
         if service.is_refusing:
-            raise ApiError(503, f"The model {service.model_name} is paused or asleep.")
+            raise ApiError(
+                503, f"The model {service.model_name} is paused or asleep.", "Try again later."
+            )
     return await health(request)
 
 

@@ -43,7 +43,12 @@ async def update_weights_from_disk(request: Request) -> Response:
     """Replace the weights by those of a model folder or hub name. SGLang's fields, and `mode`."""
     body = await body_of(request)
     if body.get("flush_cache") is False:
-        raise ApiError(400, "flush_cache: new weights always drop the prefix cache.", "flush_cache")
+        raise ApiError(
+            400,
+            "flush_cache: new weights always drop the prefix cache.",
+            "Leave flush_cache out.",
+            "flush_cache",
+        )
     mode = commands.ABORT if body.get("abort_all_requests") is True else WAIT
     mode = mode_of({"mode": body.get("mode") or mode})
     version = body.get("weight_version")
@@ -173,13 +178,18 @@ async def update_weights_from_tensor(request: Request) -> Response:
     """
     body = await decoded(request, SerializedPart)
     if body.selector == "draft":
-        raise ApiError(400, "selector: a draft model's weights cannot be replaced.", "selector")
+        raise ApiError(
+            400,
+            "selector: a draft model's weights cannot be replaced.",
+            "Send the main model's weights, without selector.",
+            "selector",
+        )
     try:
         tensors = await asyncio.to_thread(
             tensors_of, body.serialized_named_tensors[0], body.load_format
         )
     except InputError as error:
-        raise ApiError(400, f"{error}.", error.subject) from None
+        raise ApiError.relayed(400, f"{error}.", error.subject) from None
     received = commands.ReceiveWeights(tensors=tensors, is_first=body.is_first)
     return await _take_part(request, received, body)
 
@@ -209,7 +219,12 @@ async def collective_rpc(request: Request) -> Response:
     body = await body_of(request)
     method, given = body.get("method"), body.get("kwargs") or {}
     if method != RELOAD or not isinstance(given, dict):
-        raise ApiError(400, f"method: expected {RELOAD}, found {str(method)[:60]!r}.", "method")
+        raise ApiError(
+            400,
+            f"method: expected {RELOAD}, found {str(method)[:60]!r}.",
+            "Use this method.",
+            "method",
+        )
     path = given.get("weights_path") or service_of(request).tokenizer.folder
     await _update(request, path, None, WAIT)
     return json_response({"results": [None]})
@@ -238,7 +253,7 @@ async def weight_version(request: Request) -> Response:
 async def _refuse(request: Request) -> Response:
     operator_of(request)
     path = request.url.path
-    raise ApiError(501, f"{path} is not supported: {NOT_HERE[path]}.")
+    raise ApiError(501, f"{path} is not supported:", f"{NOT_HERE[path]}.")
 
 
 for _path in NOT_HERE:
@@ -248,13 +263,23 @@ for _path in NOT_HERE:
 async def _update(request: Request, path: object, version: object, mode: str) -> Outcome:
     service = operator_of(request)
     if not isinstance(path, str) or not path:
-        raise ApiError(400, "model_path: expected a model folder or a hub name.", "model_path")
+        raise ApiError(
+            400,
+            "model_path: expected a model folder or a hub name.",
+            "Give one of the two.",
+            "model_path",
+        )
     if version is not None and not isinstance(version, str | int):
-        raise ApiError(400, "weight_version: expected a text or a number.", "weight_version")
+        raise ApiError(
+            400,
+            "weight_version: expected a text or a number.",
+            "Give one of the two, or leave weight_version out.",
+            "weight_version",
+        )
     try:
         folder = await asyncio.to_thread(service.weights_folder, path)
     except InputError as error:
-        raise ApiError(400, f"{error}.", "model_path") from None
+        raise ApiError.relayed(400, f"{error}.", "model_path") from None
     command = commands.UpdateWeights(folder=folder, version=_label(version), mode=mode)
     return await operate(request, command)
 

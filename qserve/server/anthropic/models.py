@@ -19,7 +19,12 @@ def model_list(service: Service, query: dict[str, str]) -> dict[str, Any]:
         end = _place(names, query, "before_id")
     limit = query.get("limit", str(DEFAULT_LIMIT))
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
-        raise ApiError(400, f"limit: expected 1 to {MAX_LIMIT}, found {limit[:50]!r}.", "limit")
+        raise ApiError(
+            400,
+            f"limit: expected 1 to {MAX_LIMIT}, found {limit[:50]!r}.",
+            "Give such a number, or leave limit out.",
+            "limit",
+        )
     shown = names[start:end][: int(limit)]
     return {
         "data": [model_info(service, name) for name in shown],
@@ -46,5 +51,10 @@ def model_info(service: Service, name: str) -> dict[str, Any]:
 
 def _place(names: list[str], query: dict[str, str], field: str) -> int:
     if query[field] not in names:
-        raise ApiError(400, f"{field}: expected the id of a model of this server.", field)
+        raise ApiError(
+            400,
+            f"{field}: expected the id of a model of this server.",
+            "GET /v1/models lists the ids.",
+            field,
+        )
     return names.index(query[field])

@@ -77,6 +77,7 @@ class RequireKey:
                     401,
                     "expected the header Authorization: Bearer KEY, or x-api-key: KEY, with a key"
                     " of this server.",
+                    "Ask the operator for a key.",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
                 await error.response(scope, receive, send)

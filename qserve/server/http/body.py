@@ -25,7 +25,9 @@ async def small_body(request: Request, max_bytes: int) -> bytes:
     async for piece in request.stream():
         data += piece
         if len(data) > max_bytes:
-            raise ApiError(413, f"expected at most {max_bytes} bytes")
+            raise ApiError(
+                413, f"expected a body of at most {max_bytes} bytes.", "Send a smaller body."
+            )
     return data
 
 
@@ -56,7 +58,9 @@ class BodyScan:
         for index, (characters, limit, what) in enumerate(LIMITS):
             self._counts[index] += sum(outside.count(each) for each in characters)
             if self._counts[index] > limit:
-                raise ApiError(400, f"expected at most {limit} {what} in a body.")
+                raise ApiError(
+                    400, f"expected at most {limit} {what} in a body.", "Send a smaller body."
+                )
 
 
 BODY_SECONDS = 120.0  # time limit for receiving a body
@@ -99,11 +103,17 @@ class Body:
         kind = headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             found = repr(kind[:100]) if kind else "none"
-            raise ApiError(415, f"expected Content-Type: application/json, found {found}.")
+            raise ApiError(
+                415, f"expected Content-Type: application/json, found {found}.", "Set this header."
+            )
         encoding = headers.get("content-encoding", "identity")
         if encoding.strip().lower() != "identity":
             # Decompression would need its own limit: a megabyte can hold a gigabyte of zeros.
-            raise ApiError(415, f"expected a body without Content-Encoding, found {encoding}.")
+            raise ApiError(
+                415,
+                f"expected a body without Content-Encoding, found {encoding}.",
+                "Send the body uncompressed.",
+            )
         length = headers.get("content-length", "")
         if length.isdecimal():
             self._check_length(int(length[:20]))
@@ -113,7 +123,11 @@ class Body:
         except ClientDisconnect:
             raise ClientGone from None
         except TimeoutError:
-            raise ApiError(408, f"expected a complete body within {BODY_SECONDS:g} s.") from None
+            raise ApiError(
+                408,
+                f"expected a complete body within {BODY_SECONDS:g} s.",
+                "Send the request again.",
+            ) from None
 
     async def _receive(self) -> bytearray:
         body, scan = bytearray(), BodyScan()
@@ -122,7 +136,7 @@ class Body:
             self._check_length(len(body) + len(chunk))
             hold = self._limits.bodies.take(self._client, len(chunk))
             if hold is None:
-                raise ApiError(503, "The server holds too many request bodies. Try again later.")
+                raise ApiError(503, "The server holds too many request bodies.", "Try again later.")
             self._holds.append(hold)
             body += chunk
             if len(chunk) <= SLICE_BYTES:
@@ -140,4 +154,6 @@ class Body:
     def _check_length(self, length: int) -> None:
         limit = self._limits.max_body_bytes
         if length > limit:
-            raise ApiError(413, f"expected a body of at most {limit} bytes.")
+            raise ApiError(
+                413, f"expected a body of at most {limit} bytes.", "Send a smaller body."
+            )

@@ -169,8 +169,8 @@ class Admission:
                     raise ApiError(
                         503,
                         f"The server is busy: {held[0]} outputs with {held[1]} prompt tokens are"
-                        f" running or queued; this request adds {num_outputs} with {num_tokens}."
-                        " Try again later.",
+                        f" running or queued; this request adds {num_outputs} with {num_tokens}.",
+                        "Try again later.",
                     )
                 holds.append(hold)
             yield

@@ -26,27 +26,41 @@ TYPES = {
 }
 RETRY_SECONDS = 5  # Retry-After of a 503
 
-INTERNAL = "Internal server error."
+INTERNAL = "Internal server error. See the server's log."
 CLIENT_GONE = 499  # status in logs and metrics if the client disconnected
 
 logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An error reply. `param` names the faulty field of the request."""
+    """An error reply: problem and remedy. `param` names the faulty field of the request."""
 
     def __init__(
         self,
         status: int,
-        message: str,
+        problem: str,
+        remedy: str,
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        """`problem` names the field or object. `problem` and `remedy` are sentences."""
+        message = f"{problem} {remedy}".strip()
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.headers = dict(headers or {})
         if status == 503:
             self.headers["Retry-After"] = str(RETRY_SECONDS)
+
+    @classmethod
+    def relayed(
+        cls,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> "ApiError":
+        """Return the error for a message that already ends with its remedy, such as an engine's."""
+        return cls(status, message, "", param, headers)
 
     @property
     def short_message(self) -> str:
@@ -73,23 +87,26 @@ class ClientGone(Exception):
 
 
 def engine_dead(is_restarting: bool) -> ApiError:
-    what = "is restarting. Try again later." if is_restarting else "server is stopping."
-    return ApiError(503, f"The engine has died; {'it' if is_restarting else 'the'} {what}")
+    what = "it is restarting" if is_restarting else "the server is stopping"
+    return ApiError(503, f"The engine has died; {what}.", "Try again later.")
 
 
 def engine_lost() -> ApiError:
     """Return the error for a request whose engine died, if others run or it runs again."""
-    return ApiError(503, "The engine died before the answer was complete. Try again.")
+    return ApiError(503, "The engine died before the answer was complete.", "Try again.")
 
 
 def stopped() -> ApiError:
-    return ApiError(503, "The server was stopped before the answer was complete. Try again later.")
+    return ApiError(
+        503, "The server was stopped before the answer was complete.", "Try again later."
+    )
 
 
 def deadline_passed(seconds: float) -> ApiError:
     return ApiError(
         408,
         f"The request exceeded its deadline of {seconds:g} s.",
+        "Ask for fewer tokens, or allow more time.",
         headers={"x-should-retry": "false"},
     )
 
@@ -99,7 +116,8 @@ def generation_failed() -> ApiError:
     return ApiError(
         500,
         "The generation failed: the model returned no valid probabilities (NaN) for this request,"
-        " and would again. See the server's log; `qserve inspect` finds broken weights.",
+        " and would again.",
+        "See the server's log; `qserve inspect` finds broken weights.",
         headers={"x-should-retry": "false"},  # by default OpenAI's clients retry a 500
     )
 
@@ -109,13 +127,13 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ParameterError):
-        return ApiError(400, str(error), error.subject)
+        return ApiError.relayed(400, str(error), error.subject)
     if isinstance(error, BusyError):
-        return ApiError(503, _without_request_id(error))
+        return ApiError.relayed(503, _without_request_id(error))
     if isinstance(error, InputError):
-        return ApiError(400, _without_request_id(error))
+        return ApiError.relayed(400, _without_request_id(error))
     logger.error("A request failed", exc_info=error)
-    return ApiError(500, INTERNAL)
+    return ApiError.relayed(500, INTERNAL)
 
 
 def _without_request_id(error: InputError) -> str:
@@ -138,12 +156,14 @@ def add_error_handlers(app: Starlette) -> None:
         return as_api_error(error).response
 
     async def from_framework(request: Request, error: HTTPException) -> Response:
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        return ApiError(error.status_code, message, headers=error.headers).response
+        problem = f"{error.detail}: {request.method} {request.url.path}."
+        allowed = (error.headers or {}).get("Allow")
+        remedy = f"Use {allowed}." if allowed else "GET /docs shows the routes."
+        return ApiError(error.status_code, problem, remedy, headers=error.headers).response
 
     async def internal(request: Request, error: Exception) -> Response:
         # The framework re-raises the error after this reply, and the web server logs it.
-        return ApiError(500, INTERNAL).response
+        return ApiError.relayed(500, INTERNAL).response
 
     async def nobody(request: Request, error: ClientGone) -> Response:
         return Response(status_code=CLIENT_GONE)

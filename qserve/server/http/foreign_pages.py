@@ -55,8 +55,8 @@ class RefuseForeignPages:
                 403,
                 f"Host: expected an IP address, localhost, or a name of this server, found"
                 f" {host!r}. Without API keys other names are refused, since any web page could use"
-                f" one (DNS rebinding). Start the server with --allowed-hosts {host}, or"
-                " with --api-key.",
+                f" one (DNS rebinding).",
+                f"Start the server with --allowed-hosts {host}, or with --api-key.",
             )
         origin = headers.get(b"origin")
         if origin is None or self._allows(origin):
@@ -72,8 +72,8 @@ class RefuseForeignPages:
             return None
         return ApiError(
             403,
-            f"Origin: web pages of {origin} may not call this server, which has no API keys."
-            f" Start the server with --allowed-origins {origin}, or with --api-key.",
+            f"Origin: web pages of {origin} may not call this server, which has no API keys.",
+            f"Start the server with --allowed-origins {origin}, or with --api-key.",
         )
 
     def _allows(self, origin: str) -> bool:

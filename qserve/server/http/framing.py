@@ -89,12 +89,12 @@ def _error(scope: Scope) -> ApiError | None:
     hang_up = {"Connection": "close"}
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
         message = "expected Content-Length or Transfer-Encoding, found both."
-        return ApiError(400, message, headers=hang_up)
+        return ApiError(400, message, "Send only one of these headers.", headers=hang_up)
     length = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
     length += sum(len(name) + len(value) + LINE_BYTES for name, value in headers)
     if length > MAX_HEAD_BYTES:
         message = f"expected a head of at most {MAX_HEAD_BYTES} bytes."
-        return ApiError(431, message, headers=hang_up)
+        return ApiError(431, message, "Shorten the URL or the headers.", headers=hang_up)
     return None
 
 

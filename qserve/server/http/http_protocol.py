@@ -106,12 +106,16 @@ class HttpProtocol(H11Protocol):
             return
         if self._is_refused:
             self._reply(
-                ApiError(503, "The server has reached its connection limit. Try again later.")
+                ApiError(503, "The server has reached its connection limit.", "Try again later.")
             )
             return
         if next(islice(SMALL_CHUNK.finditer(data), NUM_SMALL_CHUNKS, None), None):
             self._reply(
-                ApiError(400, "expected larger chunks in the body, or a Content-Length header.")
+                ApiError(
+                    400,
+                    "expected larger chunks in the body, or a Content-Length header.",
+                    "Send one of the two.",
+                )
             )
             return
         super().data_received(data)
@@ -157,7 +161,13 @@ class HttpProtocol(H11Protocol):
         """Send the JSON error instead of uvicorn's plain text."""
         error = sys.exception()
         status = getattr(error, "error_status_hint", 400)
-        self._reply(ApiError(status, f"expected an HTTP/1.1 request: {error or msg}."))
+        self._reply(
+            ApiError(
+                status,
+                f"expected an HTTP/1.1 request: {error or msg}.",
+                "Check the client, and that the URL begins with the server's scheme.",
+            )
+        )
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: clients that offer HTTP/2 or a WebSocket are answered over HTTP/1.1.
@@ -230,7 +240,7 @@ class HttpProtocol(H11Protocol):
     def _drop_idle(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             message = f"expected the head of a request within {IDLE_SECONDS:g} s."
-            self._reply(ApiError(408, message))
+            self._reply(ApiError(408, message, "Send the request again."))
         else:
             self.transport.close()
 

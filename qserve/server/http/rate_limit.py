@@ -45,8 +45,8 @@ class LimitRate:
                 seconds = math.ceil(wait)
                 error = ApiError(
                     429,
-                    f"Rate limit exceeded: {self._limit} requests per minute."
-                    f" Try again in {seconds} s.",
+                    f"Rate limit exceeded: {self._limit} requests per minute.",
+                    f"Try again in {seconds} s.",
                     headers={"Retry-After": str(seconds)},
                 )
                 await error.response(scope, receive, send)

@@ -89,10 +89,10 @@ class CountResponses:
         metrics.count_response(scope["method"], path or UNROUTED, status)
 
 
-def refusing(routes: Sequence[Route], reason: str) -> list[CountedRoute]:
-    """Return routes with the same paths and methods that answer 404 with a reason."""
+def refusing(routes: Sequence[Route], reason: str, remedy: str) -> list[CountedRoute]:
+    """Return routes with the same paths and methods that answer 404 with these sentences."""
 
     async def refuse(_: Request) -> Response:
-        raise ApiError(404, reason)
+        raise ApiError(404, reason, remedy)
 
     return [CountedRoute(each.path, refuse, methods=sorted(each.methods)) for each in routes]

@@ -44,6 +44,7 @@ def named_service(services: Sequence[Service], name: str) -> Service:
         404,
         f"The model {name[:200]!r} does not exist; this server serves"
         f" {', '.join(map(repr, known))}.",
+        "Use one of these names.",
         "model",
     )
 
@@ -106,7 +107,9 @@ class SelectModel:
             return named_service(self._services, named[0]), None
         if path in self._operator_paths:
             names = " or ".join(f"?model={each.model_name}" for each in self._services)
-            raise ApiError(400, f"This server has several models: add {names} to the URL.", "model")
+            raise ApiError(
+                400, "This server has several models.", f"Add {names} to the URL.", "model"
+            )
         first = self._services[0]
         request = Request(scope, receive)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -121,7 +124,9 @@ class SelectModel:
             return first, data  # the route reports the error
         if name is None:
             names = ", ".join(repr(each.model_name) for each in self._services)
-            raise ApiError(400, f"model: expected one of {names}, found none.", "model")
+            raise ApiError(
+                400, f"model: expected one of {names}, found none.", "Add the field.", "model"
+            )
         return (named_service(self._services, name) if isinstance(name, str) else first), data
 
     @contextlib.asynccontextmanager

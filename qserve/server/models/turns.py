@@ -110,7 +110,13 @@ class ModelTurns:
         if problem:
             for turn in self._waiting.pop(index, []):
                 if not turn.done():
-                    turn.set_exception(ApiError(503, f"The model did not wake up: {problem}"))
+                    turn.set_exception(
+                        ApiError(
+                            503,
+                            f"The model did not wake up: {problem}.",
+                            "Try again later; the server's log has the reason.",
+                        )
+                    )
         else:
             self._awake = index
             self._start(index)

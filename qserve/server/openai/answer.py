@@ -124,9 +124,11 @@ async def prepare_body(
     rewrite: changes the body before it is prepared
     """
     if service.is_stopping():
-        raise ApiError(503, "The server is stopping.", headers={"Connection": "close"})
+        raise ApiError(
+            503, "The server is stopping.", "Try again later.", headers={"Connection": "close"}
+        )
     if service.is_refusing:
-        raise ApiError(503, "The model is paused or asleep. Try again later.")
+        raise ApiError(503, "The model is paused or asleep.", "Try again later.")
     with Body(request, client, service) as body:
         content = await body.read()
         arrival = Arrival(
@@ -183,7 +185,10 @@ def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float |
         asked = math.nan
     if not 0 < asked < math.inf:
         raise ApiError(
-            400, f"{TIMEOUT_HEADER}: expected seconds, found {text[:100]!r}.", TIMEOUT_HEADER
+            400,
+            f"{TIMEOUT_HEADER}: expected seconds, found {text[:100]!r}.",
+            "Give a number above 0, or leave the header out.",
+            TIMEOUT_HEADER,
         )
     return asked if limit is None else min(asked, limit)
 

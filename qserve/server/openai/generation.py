@@ -272,7 +272,7 @@ async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas
 
 def _failure(service: Service, job: Job, event: TokenEvent) -> ApiError:
     if event.is_asked_for:
-        return ApiError(503 if event.is_temporary else 400, f"{event.error}.")
+        return ApiError.relayed(503 if event.is_temporary else 400, f"{event.error}.")
     if event.error == CLOSED:
         logger.warning("Request %s did not finish before the server stopped", job.request_id)
         return stopped()

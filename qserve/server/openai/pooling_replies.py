@@ -117,8 +117,8 @@ def _check_size(job: Job, outputs: list[Output]) -> None:
     if job.repeated["encoding_format"] != "base64" and count > MAX_NUMBERS:
         raise ApiError(
             400,
-            f"input: expected at most {MAX_NUMBERS} numbers in one response, found {count}. Send"
-            ' fewer or shorter texts, or set encoding_format to "base64".',
+            f"input: expected at most {MAX_NUMBERS} numbers in one response, found {count}.",
+            'Send fewer or shorter texts, or set encoding_format to "base64".',
             "input",
         )
 

@@ -43,7 +43,9 @@ routes = RouteList()
 @routes.read("/v1/responses/{id}")
 async def get_response(request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
-        raise ApiError(400, "stream: a stored response cannot be streamed.", "stream")
+        raise ApiError(
+            400, "stream: a stored response cannot be streamed.", "Leave stream out.", "stream"
+        )
     return await _json(request, Records.response, request.path_params["id"])
 
 
@@ -128,7 +130,11 @@ async def _run(
 ) -> Any:
     store = service_of(request).store
     if store is None:
-        raise ApiError(404, "This server stores nothing: it was started without --response-store.")
+        raise ApiError(
+            404,
+            "This server stores nothing: it was started without --response-store.",
+            "Restart it with this flag.",
+        )
     return await store.run(operation, key_digest(request.scope), *arguments, **options)
 
 
@@ -144,5 +150,10 @@ def _page(request: Request) -> Page:
     query = request.query_params
     order = query.get("order", DESCENDING)
     if order not in (ASCENDING, DESCENDING):
-        raise ApiError(400, f"order: expected asc or desc, found {order[:50]!r}.", "order")
+        raise ApiError(
+            400,
+            f"order: expected asc or desc, found {order[:50]!r}.",
+            "Use one of the two, or leave order out.",
+            "order",
+        )
     return Page(after=query.get("after"), limit=page_limit(query, 20), order=order)

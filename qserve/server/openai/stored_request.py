@@ -55,6 +55,7 @@ class StoredRequest:
                         404,
                         f"input.{index}: the item {item['id'][:100]!r} does not exist, or has"
                         " expired.",
+                        "Send the item itself.",
                         f"input.{index}",
                     )
         self.num_history = len(history)
@@ -64,6 +65,7 @@ class StoredRequest:
                 400,
                 f"The stored conversation has {num_bytes} bytes; conversation and body may have"
                 f" at most {limit} bytes together.",
+                "Shorten the body, or start a new conversation.",
                 "input",
             )
         return await run(self.client, found.body, history, referred)
@@ -80,7 +82,7 @@ class StoredRequest:
         except ApiError as error:
             param = None if error.param is None else INPUT_INDEX.sub(own, error.param)
             message = INPUT_INDEX.sub(own, error.message)
-            raise ApiError(error.status, message, param, error.headers) from None
+            raise ApiError.relayed(error.status, message, param, error.headers) from None
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -121,14 +121,14 @@ class WorkerClient:
                     else "Send fewer or smaller images or videos."
                 )
                 raise ApiError(
-                    400, f"The body took more than {seconds:.3g} s to prepare. {remedy}"
+                    400, f"The body took more than {seconds:.3g} s to prepare.", remedy
                 ) from None
             logger.error("The worker process died: %s", error or type(error).__name__)
-            raise ApiError(503, "The body could not be prepared. Try again later.") from None
+            raise ApiError(503, "The body could not be prepared.", "Try again later.") from None
         if child.has_grown:
             await self._replace(child)
         if isinstance(answer, Failed):
-            raise ApiError(answer.status, answer.message, answer.param)
+            raise ApiError.relayed(answer.status, answer.message, answer.param)
         return content if isinstance(answer, Answered) else answer.job
 
     async def _living(self) -> _Child:

@@ -103,9 +103,9 @@ def _answer(model: ServedModel, message: Prepare, body: bytes) -> bytes:
             return encode(Answered()) + frames.frame(made)
         return encode(Prepared(job=made))
     except frames.MessageError:
-        found = ApiError(400, "The body has more tokens than one response can hold. Split it.")
+        found = ApiError(400, "The body has more tokens than one response can hold.", "Split it.")
     except MemoryError:
-        found = ApiError(400, "Preparing the body exceeds the memory limit. Shorten it.")
+        found = ApiError(400, "Preparing the body exceeds the memory limit.", "Shorten it.")
     except Exception as error:
         found = as_api_error(error)
     return encode(Failed(status=found.status, message=found.short_message, param=found.param))

@@ -227,7 +227,9 @@ def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[Me
                 urls.append(MediaUrl(part.kind, part.media_url))
     for name, reason in NOT_WITH_MEDIA.items() if urls else ():
         if getattr(request, name) not in (None, False):
-            raise ApiError(400, f"{name}: {reason}. Remove {name}, or the images and videos.", name)
+            raise ApiError(
+                400, f"{name}: {reason}.", f"Remove {name}, or the images and videos.", name
+            )
     return urls
 
 
@@ -322,8 +324,8 @@ def template_variables(request: ChatCompletionRequest, tokenizer: Tokenizer) -> 
     if effort is not None and given.get(EFFORT, effort) != effort:
         raise ApiError(
             400,
-            f"{EFFORT}: expected the same value as {KWARGS}.{EFFORT}, or only one of the"
-            f" two, found {effort!r}.",
+            f"{EFFORT}: expected the same value as {KWARGS}.{EFFORT}, found {effort!r}.",
+            "Send only one of the two.",
             EFFORT,
         )
     return _of_effort(effort, tokenizer) | given
@@ -350,11 +352,18 @@ def _given_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dic
     for name, value in (request.chat_template_kwargs or {}).items():
         param = f"{KWARGS}.{name}"
         if name in tokenizer.reserved_settings:
-            raise ApiError(400, f"{param:.300}: is set by the server. Leave it out.", param[:300])
+            raise ApiError(
+                400, f"{param:.300}: is set by the server.", "Leave it out.", param[:300]
+            )
         if name not in tokenizer.template_settings:
             continue
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise ApiError(400, f"{param}: expected a boolean, a number or a string.", param)
+            raise ApiError(
+                400,
+                f"{param}: expected a boolean, a number or a string.",
+                "Convert the value to one of these.",
+                param,
+            )
         given[name] = value
     return given
 

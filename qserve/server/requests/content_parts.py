@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
-from pydantic_core import PydanticCustomError
+
+from qserve.server.requests.field_errors import field_error
 
 REFUSAL = "refusal"
 ASSISTANT = "assistant"
@@ -43,7 +44,7 @@ def _refusal(value: Any) -> Any:
     if not isinstance(value, dict) or value.get("type") != REFUSAL:
         return value
     if not isinstance(value.get(REFUSAL), str):
-        raise PydanticCustomError("part", "expected a part of type refusal with a text `refusal`")
+        raise field_error("expected a part of type refusal with a text `refusal`", "add the text")
     return {"type": REFUSAL, "text": value[REFUSAL]}
 
 
@@ -60,7 +61,7 @@ def _thinking(value: Any) -> Any:
         found = [part.get("text") if isinstance(part, dict) else None for part in found]
         found = "".join(found) if all(isinstance(text, str) for text in found) else None
     if not isinstance(found, str):
-        raise PydanticCustomError("part", f"expected a part of type {kind} with a text `{name}`")
+        raise field_error(f"expected a part of type {kind} with a text `{name}`", "add the text")
     return {"type": THINKING, "text": found}
 
 
@@ -70,18 +71,20 @@ def image_part(value: Any) -> Any:
     if not isinstance(kind, str) or kind not in IMAGE_FIELDS:
         return value
     if value.get("file_id") is not None:
-        raise PydanticCustomError("part", "file_id: this server stores no files; send the image")
+        raise field_error("file_id: this server stores no files", "send the image")
     fields = IMAGE_FIELDS[kind]
     found = next((value[name] for name in fields if value.get(name) is not None), None)
     detail = value.get("detail")
     if isinstance(found, dict):
         found, detail = found.get("url"), found.get("detail", detail)
     if not isinstance(found, str) or not found:
-        raise PydanticCustomError(
-            "part", f"expected a part of type {kind} with a URL in {fields[0]}"
+        raise field_error(
+            f"expected a part of type {kind} with a URL in {fields[0]}", "add the URL"
         )
     if detail is not None and detail not in DETAILS:
-        raise PydanticCustomError("part", f"detail: expected one of {', '.join(DETAILS)}")
+        raise field_error(
+            f"detail: expected one of {', '.join(DETAILS)}", "use one of these, or leave detail out"
+        )
     return {"type": kind, "text": "", "image_url": found, "detail": detail}
 
 
@@ -95,18 +98,20 @@ def _video(value: Any) -> Any:
     if isinstance(found, dict):
         found = found.get("url")
     if not isinstance(found, str) or not found:
-        raise PydanticCustomError(
-            "part", f"expected a part of type {kind} with a URL in {fields[0]}"
+        raise field_error(
+            f"expected a part of type {kind} with a URL in {fields[0]}", "add the URL"
         )
     return {"type": kind, "text": "", "video_url": found}
 
 
 def _check_kind(kind: str, known: tuple[str, ...], image: str) -> str:
     if kind in OTHER_MEDIA:
-        raise PydanticCustomError("part", f"{kind} is not supported; {OTHER_MEDIA[kind]}")
+        raise field_error(f"{kind} is not supported", OTHER_MEDIA[kind])
     if kind not in (*known, *IMAGE_FIELDS, *VIDEO_FIELDS):
         text = "input_text" if image == "input_image" else "text"
-        raise PydanticCustomError("part", f"expected a part of type {text} or {image}")
+        raise field_error(
+            f"expected a part of type {text} or {image}", "convert it to one of these"
+        )
     return kind
 
 
@@ -175,10 +180,11 @@ def check_parts_of_role(role: str, parts: Sequence[Part] | None) -> None:
     """Raise PydanticCustomError for a part that messages of this role cannot have."""
     for part in parts or ():
         if part.media_url and role not in (USER, TOOL):
-            raise PydanticCustomError(
-                "part", f"expected {part.kind}s in messages of role user or tool"
+            raise field_error(
+                f"expected {part.kind}s in messages of role user or tool", "move it there"
             )
         if role != ASSISTANT and part.type in (REFUSAL, THINKING):
-            raise PydanticCustomError(
-                "part", f"expected parts of type {part.type} only in messages of role assistant"
+            raise field_error(
+                f"expected parts of type {part.type} only in messages of role assistant",
+                "move it there",
             )

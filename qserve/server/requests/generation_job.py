@@ -30,7 +30,8 @@ class PromptTooLong(ApiError):
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, your prompt contains "
-            f"{found} input tokens, and an answer needs at least one. Shorten the prompt.",
+            f"{found} input tokens, and an answer needs at least one.",
+            "Shorten the prompt.",
             "input_tokens",
         )
         self.limit, self.length = limit, length
@@ -48,6 +49,7 @@ def checked_params(
                 400,
                 f"{name}: expected at most the {model.max_model_len} tokens of this model's"
                 f" context, found {asked}.",
+                f"Lower {name}.",
                 name,
             )
     check_truncation(model.max_model_len - 1, request.truncate_prompt_tokens)
@@ -58,6 +60,7 @@ def checked_params(
         raise ApiError(
             400,
             f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {num_each}.",
+            "Ask for fewer choices.",
             "n",
         )
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
@@ -86,7 +89,7 @@ def fitted(
         if len(prompt) >= model.max_model_len:
             raise PromptTooLong(model.max_model_len, len(prompt))
         if not prompt:
-            raise ApiError(400, "prompt: expected at least one token.", "prompt")
+            raise ApiError(400, "prompt: expected at least one token.", "Write a prompt.", "prompt")
         check_vocabulary(model, prompt, "prompt")
     return prompts
 

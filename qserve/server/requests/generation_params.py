@@ -32,9 +32,9 @@ NOT_IN_SEARCH: dict[str, tuple] = {
 }
 # fields that require beam search -> values that are accepted without it
 ONLY_IN_SEARCH: dict[str, tuple] = {"length_penalty": (1,), "early_stopping": (False,)}
-BEST_OF = (
-    "best_of: requires use_beam_search, where it is the number of beams. Without beam search set n,"
-    " leave best_of out or equal to n, and pick one of the choices."
+NO_BEST_OF = (
+    "best_of: requires use_beam_search, where it is the number of beams.",
+    "Without beam search set n, leave best_of out or equal to n, and pick one of the choices.",
 )
 RESPONSE_FORMAT = "response_format"
 FORM_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -128,16 +128,24 @@ def beam_search(
     for name, neutral in NOT_IN_SEARCH.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}: cannot be combined with use_beam_search.", name)
+            raise ApiError(
+                400, f"{name}: cannot be combined with use_beam_search.", f"Leave {name} out.", name
+            )
     if form is not None:
         raise ApiError(
             400,
             "use_beam_search: cannot be combined with response_format, structured_outputs or a"
             " required tool call.",
+            "Leave use_beam_search out, or the others.",
             "use_beam_search",
         )
     if request.max_tokens == 0:
-        raise ApiError(400, "max_tokens: expected 1 or more with use_beam_search.", "max_tokens")
+        raise ApiError(
+            400,
+            "max_tokens: expected 1 or more with use_beam_search.",
+            "Raise max_tokens.",
+            "max_tokens",
+        )
     num_returned = 1 if request.n is None else request.n
     width = num_returned if request.best_of is None else request.best_of
     if isinstance(request, ChatCompletionRequest):
@@ -166,11 +174,16 @@ def ignored_in_search(request: GenerationRequest) -> list[str]:
 def _check_no_search(request: GenerationRequest) -> None:
     # The best n of n outputs are all of them. LangChain sends best_of with every n above 1.
     if request.best_of not in (None, 1, request.n or 1):
-        raise ApiError(400, BEST_OF, "best_of")
+        raise ApiError(400, *NO_BEST_OF, "best_of")
     for name, neutral in ONLY_IN_SEARCH.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}: requires use_beam_search.", name)
+            raise ApiError(
+                400,
+                f"{name}: requires use_beam_search.",
+                f"Set use_beam_search: true, or leave {name} out.",
+                name,
+            )
 
 
 def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -183,7 +196,7 @@ def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
         form = _of_response_format(asked)
         if form is not None and request.structured_outputs is not None:
             message = "response_format and structured_outputs cannot both be set."
-            raise ApiError(400, message, RESPONSE_FORMAT)
+            raise ApiError(400, message, "Set only one of them.", RESPONSE_FORMAT)
     try:
         if form is None:
             form = as_structured_outputs(request.structured_outputs)
@@ -191,7 +204,7 @@ def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
             check_grammar(form)
     except ParameterError as error:
         param = error.subject if request.structured_outputs is not None else RESPONSE_FORMAT
-        raise ApiError(400, f"{param}: {error.problem} ({error.remedy}).", param) from None
+        raise ApiError.relayed(400, f"{param}: {error.problem} ({error.remedy}).", param) from None
     return form
 
 
@@ -211,8 +224,8 @@ def form_warnings(
     if found and model.structured_output_strict:
         raise ApiError(
             400,
-            f"{found[0]:.600}. This server refuses such schemas (--structured-output-strict). Leave"
-            " the keyword out.",
+            f"{found[0]:.600}. This server refuses such schemas (--structured-output-strict).",
+            "Leave the keyword out.",
             param,
         )
     return found
@@ -226,6 +239,7 @@ def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None
         raise ApiError(
             400,
             f"response_format.type: expected one of {known}, found {kind!r:.100}.",
+            "Use one of these.",
             RESPONSE_FORMAT,
         )
     if kind == "text":
@@ -238,15 +252,19 @@ def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None
         try:
             return StructuredOutputsParams(structural_tag=fields)
         except ParameterError as error:
-            raise ApiError(400, f"{RESPONSE_FORMAT}: {error.problem}.", RESPONSE_FORMAT) from None
+            raise ApiError.relayed(
+                400, f"{RESPONSE_FORMAT}: {error.problem} ({error.remedy}).", RESPONSE_FORMAT
+            ) from None
     subject, expected = f"{RESPONSE_FORMAT}.schema", "a JSON schema"
     named = asked
     if kind == "json_schema":
         subject, expected = f"{RESPONSE_FORMAT}.json_schema", "an object with a name and a schema"
         named = asked.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
-        raise ApiError(400, f"{subject}: expected {expected}.", RESPONSE_FORMAT)
+        raise ApiError(400, f"{subject}: expected {expected}.", "Add it.", RESPONSE_FORMAT)
     try:
         return StructuredOutputsParams(json=named["schema"])
     except ParameterError as error:
-        raise ApiError(400, f"{subject}: {error.problem}.", RESPONSE_FORMAT) from None
+        raise ApiError.relayed(
+            400, f"{subject}: {error.problem} ({error.remedy}).", RESPONSE_FORMAT
+        ) from None

@@ -4,10 +4,10 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from qserve.params.parameter_types import shown
 from qserve.server.requests.content_parts import InputPart, ResponsePart, check_parts_of_role
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import MAX_PARTS, ONE_ERROR, Body, at_most, check_role
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -78,13 +78,13 @@ def kind_of(item: Any) -> str:
 
 def _stated(item: Any) -> Any:
     if isinstance(item, dict) and item.get("type") == "item_reference":
-        raise PydanticCustomError(
-            "item",
+        raise field_error(
             "expected the item itself, found a reference, which needs a server started with"
-            " --response-store. Clients that send references send whole items with store: false",
+            " --response-store",
+            "set store: false in the client, which then sends whole items",
         )
     if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in ITEMS:
-        raise PydanticCustomError("item", f"{AN_ITEM}, found {shown(item['type'])}")
+        raise field_error(f"{AN_ITEM}, found {shown(item['type'])}", "use one of these types")
     return item
 
 

@@ -137,6 +137,7 @@ def check_truncation(longest: int, kept: int | None) -> None:
             400,
             f"truncate_prompt_tokens: expected 1 to {longest}, or -1 for as many as fit, found"
             f" {kept}.",
+            "Give such a number, or leave truncate_prompt_tokens out.",
             "truncate_prompt_tokens",
         )
 
@@ -145,4 +146,9 @@ def check_vocabulary(model: ServedModel, token_ids: list[int] | tuple[int, ...],
     size = model.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(token for token in token_ids if not 0 <= token < size)
-        raise ApiError(400, f"{name}: expected token ids of 0 to {size - 1}, found {wrong}.", name)
+        raise ApiError(
+            400,
+            f"{name}: expected token ids of 0 to {size - 1}, found {wrong}.",
+            "Use ids of this model's vocabulary.",
+            name,
+        )

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator
-from pydantic_core import PydanticCustomError
 
 from qserve.multimodal.media import MediaItem
 from qserve.params.request_options import RequestOptions
@@ -15,6 +14,7 @@ from qserve.pooling.params import ALL, LABELS, PoolingParams
 from qserve.pooling.text import input_tokens
 from qserve.server.http.errors import ApiError
 from qserve.server.requests import unsupported
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.job import Arrival, Job, check_truncation, check_vocabulary, new_key
 from qserve.server.requests.protocol import (
     MAX_MESSAGES,
@@ -48,21 +48,24 @@ def _inputs(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list):
-        raise PydanticCustomError("input", f"expected {PROMPT_FORMS}")
+        raise field_error(f"expected {PROMPT_FORMS}", "send one of these")
     if not 1 <= len(value) <= MAX_INPUTS:
-        raise PydanticCustomError("input", f"expected 1 to {MAX_INPUTS} inputs, found {len(value)}")
+        raise field_error(
+            f"expected 1 to {MAX_INPUTS} inputs, found {len(value)}",
+            "send several requests" if value else "add one",
+        )
     for item in value:
         is_ids = isinstance(item, list) and all(type(token) is int for token in item)
         if not isinstance(item, str) and not is_ids:
-            raise PydanticCustomError("input", f"expected {PROMPT_FORMS}")
+            raise field_error(f"expected {PROMPT_FORMS}", "send one of these")
         if not item:
-            raise PydanticCustomError("input", "expected an input that is not empty")
+            raise field_error("expected an input that is not empty", "write one")
     return value
 
 
 def _not_empty(value: str) -> str:
     if not value:
-        raise PydanticCustomError("text", "expected a text that is not empty")
+        raise field_error("expected a text that is not empty", "write one")
     return value
 
 
@@ -72,13 +75,13 @@ def _as_list(value: Any) -> Any:
 
 def _some(value: list[Any]) -> list[Any]:
     if not value:
-        raise PydanticCustomError("texts", "expected at least one text")
+        raise field_error("expected at least one text", "add one")
     return value
 
 
 def _top_n(value: int | None) -> int | None:
     if value is not None and value < 0:
-        raise PydanticCustomError("top_n", "expected 1 or more, or 0 for all")
+        raise field_error("expected 1 or more, or 0 for all", "leave it out for all")
     return value
 
 
@@ -134,7 +137,9 @@ class PoolingRequest(EmbeddingRequest):
 
 def _limit(value: int | None) -> int | None:
     if value is not None and value < 0:
-        raise PydanticCustomError("limit", "expected a number of tokens, or 0 for no limit")
+        raise field_error(
+            "expected a number of tokens, or 0 for no limit", "leave it out for no limit"
+        )
     return value
 
 
@@ -167,7 +172,12 @@ class ScoreRequest(PooledRequest):
         names = next(({*pair} for pair in PAIR_NAMES if given & {*pair}), {PAIR_NAMES[0][0]})
         param = min(names - given or names)
         forms = ", ".join(" and ".join(pair) for pair in PAIR_NAMES)
-        raise ApiError(400, f"{param}: expected one of these pairs of fields: {forms}.", param)
+        raise ApiError(
+            400,
+            f"{param}: expected one of these pairs of fields: {forms}.",
+            "Send one pair.",
+            param,
+        )
 
 
 class RerankRequest(PooledRequest):
@@ -210,7 +220,10 @@ class EmbedRequest(PooledRequest):
         """The texts, one per vector. Raises ApiError(400) if there are none."""
         if bool(self.texts) == bool(self.inputs):
             raise ApiError(
-                400, "texts: expected either texts or inputs, with at least one item.", "texts"
+                400,
+                "texts: expected either texts or inputs, with at least one item.",
+                "Send one of the two.",
+                "texts",
             )
         if self.texts:
             return self.texts
@@ -262,7 +275,8 @@ def embed_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> 
         if longest > room:
             raise ApiError(
                 400,
-                f"max_tokens: expected at least {longest}, or truncate other than NONE.",
+                f"max_tokens: expected at least {longest} with truncate: NONE.",
+                "Raise max_tokens, or set another truncate.",
                 "max_tokens",
             )
     elif request.truncate != "NONE":
@@ -318,7 +332,9 @@ def _vectors_job(
 def _prompts(model: ServedModel, request: InputRequest, config: PoolingConfig) -> list[list[int]]:
     """Tokenize the inputs, or the conversation as the chat template renders it."""
     if (request.input is None) == (request.messages is None):
-        raise ApiError(400, "input: expected either input or messages.", "input")
+        raise ApiError(
+            400, "input: expected either input or messages.", "Send one of the two.", "input"
+        )
     if request.messages is None:
         name = getattr(request, "prompt_name", None)
         special = request.add_special_tokens is not False
@@ -333,7 +349,7 @@ def _prompts(model: ServedModel, request: InputRequest, config: PoolingConfig) -
         if message.has_media:
             name = f"messages.{index}.content"
             raise ApiError(
-                400, f"{name}: images and videos are not embedded. Send text only.", name
+                400, f"{name}: images and videos are not embedded.", "Send text only.", name
             )
     tokens = model.tokenizer.encode_chat(
         [message.for_template for message in request.messages],
@@ -362,14 +378,20 @@ def _pairs_job(
         raise ApiError(
             404,
             "This model cannot score texts: its folder has no modules.json that configures an"
-            " embedding model or a reranker. Serve such a model.",
+            " embedding model or a reranker.",
+            "Serve such a model.",
         )
     params = scoring.score_params(config, model.tokenizer)
     if limit := request.max_tokens_per_doc:
         pairs = [(query, _shortened(model, document, limit)) for query, document in pairs]
     if request.instruction is not None and (config.ranks_pairs or not config.is_reranker):
         kind = "this reranker takes none" if config.ranks_pairs else "this is an embedding model"
-        raise ApiError(400, f"instruction: requires a reranker; {kind}.", "instruction")
+        raise ApiError(
+            400,
+            f"instruction: requires a reranker; {kind}.",
+            "Leave instruction out.",
+            "instruction",
+        )
     media: list[tuple[MediaItem, ...]] = []
     if config.ranks_pairs:
         prompts, media = ranked_prompts(model, pairs, name)
@@ -394,8 +416,8 @@ def _only_texts(
     if any(isinstance(side, Picture) for pair in pairs for side in pair):
         raise ApiError(
             400,
-            f"{name}: this model scores texts only. Send texts, or serve a reranker that takes"
-            " images, such as jina-reranker-m0.",
+            f"{name}: this model scores texts only.",
+            "Send texts, or serve a reranker that takes images, such as jina-reranker-m0.",
             name,
         )
     return [(str(first), str(second)) for first, second in pairs]
@@ -417,8 +439,8 @@ def _embedder(model: ServedModel, request: PooledRequest) -> PoolingConfig:
     if not config.is_embedder:
         raise ApiError(
             404,
-            "This model cannot embed: its folder has no modules.json. Serve an embedding model; or"
-            " use /pooling, which returns hidden states.",
+            "This model cannot embed: its folder has no modules.json.",
+            "Serve an embedding model; or use /pooling, which returns hidden states.",
         )
     return config
 
@@ -450,8 +472,8 @@ def _job(
             field = "truncate" if isinstance(request, EmbedRequest) else "truncate_prompt_tokens"
             raise ApiError(
                 400,
-                f"This model takes 1 to {longest} tokens, and an input has {len(prompt)}."
-                f" Shorten it, or set {field}.",
+                f"This model takes 1 to {longest} tokens, and an input has {len(prompt)}.",
+                f"Shorten it, or set {field}.",
                 "input_tokens",
             )
         check_vocabulary(model, prompt, "input")

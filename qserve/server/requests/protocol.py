@@ -17,18 +17,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic import ValidationError as PydanticError
-from pydantic_core import PydanticCustomError
 
-from qserve.params.parameter_types import (
-    A_FLAG,
-    A_LIST,
-    A_NUMBER,
-    A_TEXT,
-    AN_INTEGER,
-    AN_OBJECT,
-    shown,
-    type_error,
-)
 from qserve.params.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -39,6 +28,7 @@ from qserve.server.http.errors import ApiError
 from qserve.server.http.framing import REQUEST_ID
 from qserve.server.requests import unsupported
 from qserve.server.requests.content_parts import ASSISTANT, THINKING, TextPart, check_parts_of_role
+from qserve.server.requests.field_errors import as_field_error, field_error
 from qserve.server.requests.tool_fields import MAX_CALLS, MAX_TOOLS, Tool, ToolCall
 
 MAX_PROMPTS = 1024
@@ -60,18 +50,6 @@ ROLES = ("system", "developer", "user", ASSISTANT, TOOL)
 MAY_BE_EMPTY = (ASSISTANT, TOOL)
 WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
 ONE_ERROR = FailFast()  # stop at the first error: a list may have a million wrong items
-# pydantic's error type -> expected type, in our words
-EXPECTED = {
-    "bool_type": A_FLAG,
-    "dict_type": AN_OBJECT,
-    "float_type": A_NUMBER,
-    "int_from_float": AN_INTEGER,
-    "int_type": AN_INTEGER,
-    "list_type": A_LIST,
-    "model_type": AN_OBJECT,
-    "string_type": A_TEXT,
-}
-SHOULD = re.compile(r"^(Input|String|List|Value) should (be|have)")  # in pydantic's messages
 CONTENT_FORMS = "text, or a list of parts of type text, image_url and video_url"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
@@ -81,25 +59,28 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list):
-        raise PydanticCustomError("prompt", f"expected {PROMPT_FORMS}")
+        raise field_error(f"expected {PROMPT_FORMS}", "send one of these")
     if not 1 <= len(value) <= MAX_PROMPTS:
-        raise PydanticCustomError(
-            "prompt", f"expected 1 to {MAX_PROMPTS} prompts, found {len(value)}"
+        raise field_error(
+            f"expected 1 to {MAX_PROMPTS} prompts, found {len(value)}",
+            "send several requests" if value else "add one",
         )
     for prompt in value:
         is_text = isinstance(prompt, str)
         if not is_text and not isinstance(prompt, list):
-            raise PydanticCustomError("prompt", f"expected {PROMPT_FORMS}")
+            raise field_error(f"expected {PROMPT_FORMS}", "send one of these")
         if not prompt:
-            raise PydanticCustomError("prompt", "expected a prompt that is not empty")
+            raise field_error("expected a prompt that is not empty", "write one")
         if not is_text and any(type(token) is not int for token in prompt):
-            raise PydanticCustomError("prompt", "expected token ids to be integers")
+            raise field_error(
+                "expected token ids to be integers", "write them without quotes and fractions"
+            )
     return value
 
 
 def _not_empty(value: str | None) -> str | None:
     if value == "":
-        raise PydanticCustomError("text", "expected a text that is not empty")
+        raise field_error("expected a text that is not empty", "write one, or leave it out")
     return value
 
 
@@ -122,20 +103,21 @@ def _as_parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if value is not None and not isinstance(value, list):
-        raise PydanticCustomError("content", f"expected {CONTENT_FORMS}")
+        raise field_error(f"expected {CONTENT_FORMS}", "send one of these")
     return value
 
 
 def check_role(role: str) -> str:
     if role not in ROLES:
-        raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
+        raise field_error(f"expected one of {', '.join(ROLES)}", "use one of these")
     return role
 
 
 def check_request_id(value: str | None) -> str | None:
     if value is not None and not REQUEST_ID.fullmatch(value):
-        raise PydanticCustomError(
-            "request_id", "expected 1 to 128 letters, digits and characters of . _ : / + = - @"
+        raise field_error(
+            "expected 1 to 128 letters, digits and characters of . _ : / + = - @",
+            "leave it out, or shorten it",
         )
     return value
 
@@ -145,9 +127,9 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, str | list | dict) and len(value) > limit:
-            remedy = "shorten it" if isinstance(value, str) else "give fewer"
-            raise PydanticCustomError(
-                "length", f"expected at most {limit} {what}, found {len(value)} ({remedy})"
+            raise field_error(
+                f"expected at most {limit} {what}, found {len(value)}",
+                "shorten it" if isinstance(value, str) else "give fewer",
             )
         return value
 
@@ -375,15 +357,15 @@ def read(body: bytes | bytearray, kind: type[AnyBody]) -> AnyBody:
         return kind.model_validate_json(body)
     except PydanticError as error:
         if not WHOLE_FLOAT.search(body):
-            raise _api_error(error) from None
+            raise as_field_error(error) from None
     # In JSON, and in JSON schemas of type integer, 580.0 and 58e1 are integers.
     try:
         numbers = json.loads(body, parse_float=_whole)
         return kind.model_validate_json(json.dumps(numbers))
     except (ValueError, RecursionError) as error:
         if isinstance(error, PydanticError):
-            raise _api_error(error) from None
-        raise ApiError(400, "The body is not valid JSON.") from None
+            raise as_field_error(error) from None
+        raise ApiError(400, "The body is not valid JSON.", "Correct the body.") from None
 
 
 def _whole(text: str) -> int | float:
@@ -403,7 +385,7 @@ def validate(fields: dict[str, Any], kind: type[Request]) -> Request:
     try:
         request = kind.model_validate(fields)
     except PydanticError as error:
-        raise _api_error(error) from None
+        raise as_field_error(error) from None
     _check(request)
     return request
 
@@ -413,22 +395,34 @@ def _check(request: GenerationRequest) -> None:
     is_chat = isinstance(request, ChatCompletionRequest)
     unsupported.refuse(request.model_extra, unsupported.TABLES[request.route])
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options: requires stream: true.", "stream_options")
+        raise ApiError(
+            400,
+            "stream_options: requires stream: true.",
+            "Set it, or leave stream_options out.",
+            "stream_options",
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(
             400,
-            "prompt_logprobs: cannot be streamed; use echo with logprobs, or no stream.",
+            "prompt_logprobs: cannot be streamed.",
+            "Use echo with logprobs, or no stream.",
             "prompt_logprobs",
         )
     if not is_chat:
         return
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs: requires logprobs: true.", "top_logprobs")
+        raise ApiError(
+            400,
+            "top_logprobs: requires logprobs: true.",
+            "Set it, or leave top_logprobs out.",
+            "top_logprobs",
+        )
     check_messages(request.messages)
     if request.continue_final_message and request.add_generation_prompt:
         raise ApiError(
             400,
             "continue_final_message and add_generation_prompt cannot both be set.",
+            "Set only one of them.",
             "continue_final_message",
         )
 
@@ -436,7 +430,9 @@ def _check(request: GenerationRequest) -> None:
 def check_messages(messages: list[Message]) -> None:
     """Raise ApiError(400) for an empty list of messages, and for an invalid message."""
     if not messages:
-        raise ApiError(400, "messages: expected at least one message.", "messages")
+        raise ApiError(
+            400, "messages: expected at least one message.", "Add a message.", "messages"
+        )
     for index, message in enumerate(messages):
         unsupported.refuse(
             message.model_extra,
@@ -446,22 +442,12 @@ def check_messages(messages: list[Message]) -> None:
         )
         if message.tool_calls and message.role != ASSISTANT:
             name = f"messages.{index}.tool_calls"
-            raise ApiError(400, f"{name}: allowed only in messages of role assistant.", name)
+            raise ApiError(
+                400,
+                f"{name}: allowed only in messages of role assistant.",
+                "Leave tool_calls out.",
+                name,
+            )
         if message.content is None and message.role not in MAY_BE_EMPTY:
             name = f"messages.{index}.content"
-            raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", name)
-
-
-def _api_error(error: PydanticError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    problem = SHOULD.sub("expected", first["msg"], count=1)
-    if first["type"] == "missing":
-        problem = "required, but missing. Add the field."
-    elif first["type"] in EXPECTED:
-        wrong = type_error(param or "", EXPECTED[first["type"]], first["input"])
-        problem = f"{wrong.problem} ({wrong.remedy})"
-    elif isinstance(first["input"], str | int | float) and "found" not in problem:
-        problem += f", found {shown(first['input'])}"
-    message = problem if param is None else f"{param}: {problem}"
-    return ApiError(400, message, param)
+            raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", "Add it.", name)

@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from qserve.server.http.errors import ApiError
 from qserve.server.requests import unsupported
 from qserve.server.requests.chat import chat_request_job, chat_tokens, cut_chat_tokens
 from qserve.server.requests.content_parts import ResponsePart
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.input_items import (
     TAG_OF_ITEM,
     CallItem,
@@ -109,7 +109,9 @@ FUNCTION, HOSTED = "function", "hosted"  # kinds of tools
 
 def _includable(name: str) -> str:
     if name not in INCLUDABLE:
-        raise PydanticCustomError("include", f"expected one of {', '.join(INCLUDABLE)}")
+        raise field_error(
+            f"expected one of {', '.join(INCLUDABLE)}", "use one of these, or leave it out"
+        )
     return name
 
 
@@ -227,6 +229,7 @@ class ResponsesRequest(Body):
             raise ApiError(
                 400,
                 "tools.0: expected a tool of type function; this server has no tools of its own.",
+                "Add one, or leave tools out.",
                 "tools.0",
             )
         return found
@@ -379,17 +382,23 @@ def _read(model: ServedModel, body: bytes | bytearray) -> ResponsesRequest:
             TAG_OF_TOOL.sub(r"\1", TAG_OF_ITEM.sub(r"\1", text or ""))
             for text in (error.message, error.param)
         )
-        raise ApiError(error.status, message, param or None) from None
+        raise ApiError.relayed(error.status, message, param or None) from None
     unsupported.refuse(request.model_extra, REFUSED, hints=HINTS)
     if request.top_logprobs and not request.wants_logprobs:
-        raise ApiError(400, f'top_logprobs: requires include: ["{LOGPROBS}"].', "top_logprobs")
+        raise ApiError(
+            400,
+            f'top_logprobs: requires include: ["{LOGPROBS}"].',
+            "Set it, or leave top_logprobs out.",
+            "top_logprobs",
+        )
     if not request.input:
-        raise ApiError(400, "input: expected at least one message.", "input")
+        raise ApiError(400, "input: expected at least one message.", "Add a message.", "input")
     limit = request.max_output_tokens
     if limit is not None and not 1 <= limit <= model.max_model_len:
         raise ApiError(
             400,
             f"max_output_tokens: expected 1 to {model.max_model_len}, found {limit}.",
+            "Give such a number, or leave max_output_tokens out.",
             "max_output_tokens",
         )
     for param, part in request.parts:
@@ -402,7 +411,8 @@ def _check_truncation(request: ResponsesRequest, chat: ChatCompletionRequest) ->
     if request.is_cut and chat.truncate_prompt_tokens is not None:
         raise ApiError(
             400,
-            'truncation: "auto" cannot be combined with truncate_prompt_tokens. Set only one.',
+            'truncation: "auto" cannot be combined with truncate_prompt_tokens.',
+            "Set only one.",
             "truncation",
         )
 
@@ -422,4 +432,4 @@ def _own_names(request: ResponsesRequest) -> Iterator[None]:
         texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
         texts = (CHATS_FORMAT.sub(RENAMED["response_format"], text) for text in texts)
         message, param = (CHATS_TOOL.sub(own, text, count=1) for text in texts)
-        raise ApiError(error.status, message, param or None) from None
+        raise ApiError.relayed(error.status, message, param or None) from None

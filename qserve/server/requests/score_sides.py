@@ -3,13 +3,13 @@
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
-from pydantic_core import PydanticCustomError
 
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.reader import MAX_FEATURE_BYTES, MediaUrl, ReadMedia
 from qserve.pooling import scoring
 from qserve.server.http.errors import ApiError
 from qserve.server.requests.content_parts import IMAGE_FIELDS, image_part
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import Body
 from qserve.server.requests.served_model import ServedModel
 
@@ -26,7 +26,7 @@ def _side_of(value: Any) -> Any:
     """Convert the forms of one side: a text, an object with it, or an image as a content part."""
     if isinstance(value, dict) and isinstance(value.get("content"), list):
         if len(value["content"]) != 1:
-            raise PydanticCustomError("content", "expected one text or one image")
+            raise field_error("expected one text or one image", "leave the others out")
         (value,) = value["content"]
     if not isinstance(value, dict):
         return value
@@ -36,13 +36,13 @@ def _side_of(value: Any) -> Any:
     if isinstance(kind, str) and kind in IMAGE_FIELDS:
         return {"image": image_part(value)["image_url"]}
     if not isinstance(value.get("image"), str):
-        raise PydanticCustomError("side", FORMS)
+        raise field_error(FORMS, "send one of the two")
     return {"image": value["image"]}
 
 
 def _not_empty(value: str | Picture) -> str | Picture:
     if not (value if isinstance(value, str) else value.image):
-        raise PydanticCustomError("text", "expected a text that is not empty")
+        raise field_error("expected a text that is not empty", "write one")
     return value
 
 
@@ -86,8 +86,8 @@ def ranked_prompts(
             if size > MAX_FEATURE_BYTES:
                 raise ApiError(
                     400,
-                    f"{name}: the images become more than {MAX_FEATURE_BYTES} bytes of pixels."
-                    " Send fewer or smaller ones.",
+                    f"{name}: the images become more than {MAX_FEATURE_BYTES} bytes of pixels.",
+                    "Send fewer or smaller ones.",
                     name,
                 )
         prompts.append(ids)

@@ -35,6 +35,7 @@ class ServedModel:
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} does not exist; this server serves {known}.",
+                "Use one of these names.",
                 "model",
             )
 
@@ -42,11 +43,12 @@ class ServedModel:
         """Raise ApiError(400) if the model does not take this media type. `param`: its field."""
         if self.media is None:
             why = self.without_media.replace(TEXT_ONLY, TEXT_ONLY.replace("image", kind))
-            raise ApiError(400, f"{param}: the model {self.names[0]!r} {why}.", param)
+            raise ApiError.relayed(400, f"{param}: the model {self.names[0]!r} {why}.", param)
         if kind not in self.media.kinds:
             raise ApiError(
                 400,
-                f"{param}: the model {self.names[0]!r} takes no {kind}. Send {OTHER_FORMS[kind]}.",
+                f"{param}: the model {self.names[0]!r} takes no {kind}.",
+                f"Send {OTHER_FORMS[kind]}.",
                 param,
             )
 

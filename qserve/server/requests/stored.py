@@ -48,7 +48,7 @@ def read_stored(body: bytes | bytearray, kind: type[AnyStored]) -> AnyStored:
     except ApiError as error:
         texts = error.message, error.param or ""
         message, param = (TAG_OF_ITEM.sub(r"\1", text) for text in texts)
-        raise ApiError(error.status, message, param or None) from None
+        raise ApiError.relayed(error.status, message, param or None) from None
 
 
 def item_fields(items: list[InputItem] | None) -> list[dict[str, Any]]:
@@ -59,7 +59,12 @@ def item_fields(items: list[InputItem] | None) -> list[dict[str, Any]]:
 def page_limit(query: Mapping[str, str], default: int) -> int:
     text = query.get("limit", str(default))
     if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_PAGE:
-        raise ApiError(400, f"limit: expected 1 to {MAX_PAGE}, found {text[:50]!r}.", "limit")
+        raise ApiError(
+            400,
+            f"limit: expected 1 to {MAX_PAGE}, found {text[:50]!r}.",
+            "Give such a number, or leave limit out.",
+            "limit",
+        )
     return int(text)
 
 
@@ -115,15 +120,23 @@ def stored_input(body: bytes | bytearray) -> StoredInput | None:
     for name, value in (("previous_response_id", previous), ("conversation", conversation)):
         if value is not None and not isinstance(value, str):
             raise ApiError(
-                400, f"{name}: expected the id of a stored response or conversation.", name
+                400,
+                f"{name}: expected the id of a stored response or conversation.",
+                f"Give an id, or leave {name} out.",
+                name,
             )
     if previous is not None and conversation is not None:
         raise ApiError(
-            400, "previous_response_id and conversation cannot both be set.", "conversation"
+            400,
+            "previous_response_id and conversation cannot both be set.",
+            "Set only one of them.",
+            "conversation",
         )
     stores = given.get("store")
     if stores is not None and not isinstance(stores, bool):
-        raise ApiError(400, "store: expected true or false.", "store")
+        raise ApiError(
+            400, "store: expected true or false.", "Give true or false without quotes.", "store"
+        )
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):

@@ -39,7 +39,9 @@ def tokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
     request = read(body, TokenizeRequest)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "prompt: expected either prompt or messages.", "prompt")
+        raise ApiError(
+            400, "prompt: expected either prompt or messages.", "Send one of the two.", "prompt"
+        )
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         tokens = model.tokenizer.encode(request.prompt, special)
@@ -72,7 +74,7 @@ def _check_count(count: int, field: str) -> None:
     if count > MAX_TOKENS:
         raise ApiError(
             400,
-            f"{field}: expected at most {MAX_TOKENS} tokens in one response, found {count}."
-            " Split the input.",
+            f"{field}: expected at most {MAX_TOKENS} tokens in one response, found {count}.",
+            "Split the input.",
             field,
         )

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
-from pydantic_core import PydanticCustomError
+
+from qserve.server.requests.field_errors import field_error
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024  # per message
@@ -20,15 +21,16 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # name of a tool
 
 def _name(value: str) -> str:
     if not NAME.fullmatch(value):
-        raise PydanticCustomError("name", "expected 1 to 128 letters, digits and the signs _ - .")
+        raise field_error("expected 1 to 128 letters, digits and the signs _ - .", "rename it")
     return value
 
 
 def _arguments(value: Any) -> Any:
     is_short = isinstance(value, str) and len(value) <= MAX_ARGUMENT_CHARS
     if value is not None and not is_short and not isinstance(value, dict):
-        raise PydanticCustomError(
-            "arguments", f"expected the JSON text of an object, at most {MAX_ARGUMENT_CHARS} long"
+        raise field_error(
+            f"expected the JSON text of an object, at most {MAX_ARGUMENT_CHARS} long",
+            "send such a text",
         )
     return value
 
@@ -51,7 +53,7 @@ def read_arguments(value: str | dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _parameters(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value and value.get("type", "object") != "object":
-        raise PydanticCustomError("parameters", "expected a JSON schema of type object")
+        raise field_error("expected a JSON schema of type object", 'set "type": "object"')
     return value
 
 

@@ -82,7 +82,9 @@ class ToolUse:
                 form = _form(list_schema(self.schemas, "parameters", is_single=self.is_single))
             return self._own(form, model, lark) or form
         except ParameterError as error:
-            raise ApiError(400, f"tools: {error.problem}.", "tools") from None
+            raise ApiError.relayed(
+                400, f"tools: {error.problem} ({error.remedy}).", "tools"
+            ) from None
 
     def strict_form(self, model: ServedModel) -> StructuredOutputsParams | None:
         """Return the grammar for tool_choice auto with strict tools: free text, and valid calls.
@@ -145,7 +147,9 @@ class ToolUse:
         except (Inexpressible, ParameterError) as error:
             problem = error.problem if isinstance(error, ParameterError) else str(error)
             message = f"tools: {problem}, together with response_format."
-            raise ApiError(400, message, "tools") from None
+            raise ApiError(
+                400, message, "Leave one of the two out, or simplify the tools' schemas.", "tools"
+            ) from None
         return form
 
     def _is_held(self, tool: Tool, model: ServedModel) -> bool:
@@ -164,7 +168,12 @@ class ToolUse:
         except Inexpressible as error:
             if tool.function.strict:
                 param = f"tools.{list(self.schemas).index(name)}.function.parameters"
-                raise ApiError(400, f"{param} of {name}: {error}.", param) from None
+                raise ApiError(
+                    400,
+                    f"{param} of {name}: {error}.",
+                    "Simplify the schema, or leave strict out.",
+                    param,
+                ) from None
             return False
         return True
 
@@ -174,7 +183,9 @@ class ToolUse:
         try:
             check_grammar(StructuredOutputsParams(json=self.schemas[name]))
         except ParameterError as error:
-            raise ApiError(400, f"{param} of {name}: {error.problem}.", param) from None
+            raise ApiError.relayed(
+                400, f"{param} of {name}: {error.problem} ({error.remedy}).", param
+            ) from None
 
 
 def tool_format(model: ServedModel) -> ToolFormat | None:
@@ -198,26 +209,40 @@ def tool_use(
     if not tools:
         # Clients that send `tools` with every request send [] and "auto" if they have none.
         if mode != NONE and (mode != AUTO or names is not None or tools is None):
-            message = "tool_choice: requires at least one tool. Add a tool, or omit the field."
-            raise ApiError(400, message, CHOICE)
+            raise ApiError(
+                400,
+                "tool_choice: requires at least one tool.",
+                "Add a tool, or omit the field.",
+                CHOICE,
+            )
         return ToolUse()
     known: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         name, param = tool.function.name, f"tools.{index}.function"
         if name in known:
-            raise ApiError(400, f"{param}.name: duplicate name {name}.", f"{param}.name")
+            raise ApiError(
+                400,
+                f"{param}.name: duplicate name {name}.",
+                "Rename one of the tools.",
+                f"{param}.name",
+            )
         known[name] = tool
         try:
             # Checks size and depth only. A grammar is compiled only for required or strict calls.
             StructuredOutputsParams(json=tool.function.schema_of_arguments)
         except ParameterError as error:
             param = f"{param}.parameters"
-            raise ApiError(400, f"{param}: {error.problem}.", param) from None
+            raise ApiError.relayed(
+                400, f"{param}: {error.problem} ({error.remedy}).", param
+            ) from None
     for name in names or ():
         if name not in known:
             shown = ", ".join(known)
             raise ApiError(
-                400, f"tool_choice: expected one of the tools {shown:.500}, found {name}.", CHOICE
+                400,
+                f"tool_choice: expected one of the tools {shown:.500}, found {name}.",
+                "Use one of these names, or add the tool.",
+                CHOICE,
             )
     if mode == NONE:
         return ToolUse()
@@ -225,15 +250,16 @@ def tool_use(
         raise ApiError(
             400,
             'tool_choice: "auto", the default with tools, requires a server that knows the format'
-            " of the model's calls: start it with --tool-call-parser NAME, without"
-            ' --no-enable-auto-tool-choice; "required" and a named tool work without it.',
+            " of the model's calls.",
+            "Start it with --tool-call-parser NAME, without --no-enable-auto-tool-choice;"
+            ' "required" and a named tool work without it.',
             CHOICE,
         )
     has_form = (request.response_format or {}).get("type", "text") != "text"
     if request.structured_outputs is not None:
         if mode in (REQUIRED, NAMED):
             message = "structured_outputs: cannot be combined with a required tool call."
-            raise ApiError(400, message, "structured_outputs")
+            raise ApiError(400, message, "Leave one of the two out.", "structured_outputs")
         has_form = True
     return ToolUse(
         mode=mode,
@@ -272,6 +298,7 @@ def _wrong_choice() -> ApiError:
     return ApiError(
         400,
         f"tool_choice: expected none, auto, required, or an object such as {NAMED_FORM}.",
+        "Use one of these.",
         CHOICE,
     )
 

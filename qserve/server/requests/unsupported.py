@@ -201,9 +201,11 @@ def refuse(
     for name, value in fields.items():
         if name not in table or value is None or _is_neutral(value, table[name]):
             continue
-        remedy = f"; {hints[name]}" if name in hints else ""
         raise ApiError(
-            400, f"{prefix}{name} is not supported by this server{remedy}.", prefix + name
+            400,
+            f"{prefix}{name} is not supported by this server;",
+            f"{hints.get(name, 'leave it out')}.",
+            prefix + name,
         )
 
 

@@ -158,6 +158,7 @@ class Database:
             raise StoreError(
                 413,
                 f"expected at most {self._bounds.num_bytes} bytes to store, found {num_bytes}.",
+                "Shorten the conversation, or send store: false.",
             )
         self.run(
             "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records WHERE used < ? LIMIT ?)",

@@ -248,7 +248,8 @@ class Records:
                 raise ApiError(
                     404,
                     f"The response {last[:100]!r} continues {name[:100]!r}, which was deleted or"
-                    " has expired. Send the whole conversation as input.",
+                    " has expired.",
+                    "Send the whole conversation as input.",
                     "previous_response_id",
                 )
             if row is None:
@@ -288,7 +289,12 @@ def _page_of(items: list[Item], page: Page) -> bytes:
     if page.after is not None:
         names = [name for name, _ in items]
         if page.after not in names:
-            raise ApiError(400, "after: expected the id of an item of this list.", "after")
+            raise ApiError(
+                400,
+                "after: expected the id of an item of this list.",
+                "Give such an id, or leave after out.",
+                "after",
+            )
         items = items[names.index(page.after) + 1 :]
     shown = items[: page.limit]
     return msgspec.json.encode(

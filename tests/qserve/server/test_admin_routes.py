@@ -72,7 +72,9 @@ def test_routes_need_their_flag_and_a_key(make, make_server, error):
     closed = make(enable_admin_routes=False)
     for method, path in ROUTES:
         refusal = error(closed.request(method, path, headers=ADMIN), 404)
-        assert refusal["message"] == "This server was started without --enable-admin-routes."
+        assert refusal["message"] == (
+            "This server was started without --enable-admin-routes. Restart it with this flag."
+        )
     with pytest.raises(InputError, match="--enable-admin-routes: requires an API key"):
         make_server(ServerConfig(enable_admin_routes=True, api_key_env="NOT_SET"))
     with pytest.raises(InputError, match="--admin-api-key-file: .* cannot be read"):

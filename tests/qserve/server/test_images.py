@@ -319,7 +319,7 @@ class Watched:
     async def prepare(self, route, body, arrival, adapters):
         self.routes.append(route)
         await self.gate.wait()
-        raise ApiError(400, "refused")
+        raise ApiError(400, "The image is refused.", "Leave it out.")
 
     async def ready(self): ...
 

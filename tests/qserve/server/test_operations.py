@@ -136,7 +136,7 @@ def test_proxy_path_prefix(make_server, error):
         error(server.get(f"{prefix}/v1/models"), 401)
         assert server.get(f"{prefix}/v1/models", headers=key).status_code == 200
         missing = error(server.get(f"{prefix}/nothing", headers=key), 404)
-        assert missing["message"] == "Not Found: GET /llm/nothing"
+        assert missing["message"] == ("Not Found: GET /llm/nothing. GET /docs shows the routes.")
     error(server.get("/llmhealth"), 401)
     for path in ("/openapi.json", "/llm/openapi.json"):
         assert server.get(path, headers=key).json()["servers"] == [{"url": "/llm"}]

@@ -200,7 +200,9 @@ def test_what_is_refused(hermes, error, fields, param):
 def test_item_of_a_tool_that_is_not_here_is_named(server, error):
     for kind in ("custom_tool_call", "web{search}call"):
         found = error(server.post("/v1/responses", {"input": [{"type": kind}]}), 400)
-        assert found["message"].endswith(f"function_call_output or reasoning, found '{kind}'")
+        assert found["message"].endswith(
+            f"function_call_output or reasoning, found '{kind}' (use one of these types)"
+        )
 
 
 def test_what_tool_choice_is_like_is_said_in_this_routes_form(server, error):

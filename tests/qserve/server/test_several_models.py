@@ -69,9 +69,11 @@ def test_model_field_selects_engine(models):
 
 def test_unknown_model_is_refused(models, error):
     found = error(models.complete(), 400)
-    assert found["message"] == "model: expected one of 'a', 'b', found none."
+    assert found["message"] == "model: expected one of 'a', 'b', found none. Add the field."
     found = error(models.complete(model="c"), 404)
-    assert found["message"].endswith("this server serves 'a', 'a-2', 'b', 'b-2'.")
+    assert found["message"].endswith(
+        "this server serves 'a', 'a-2', 'b', 'b-2'. Use one of these names."
+    )
     error(models.complete(model=7), 400)
     headers = {"Content-Type": "application/json"}
     error(models.request("POST", "/v1/completions", content="{", headers=headers), 400)
@@ -95,7 +97,7 @@ def test_bodies_are_bounded_before_a_model_is_known(tokenizer, error):
 
 def test_admin_requests_select_model_by_query(models, tokenizer, error):
     found = error(models.request("POST", "/reset_prefix_cache"), 400)
-    expected = "This server has several models: add ?model=a or ?model=b to the URL."
+    expected = "This server has several models. Add ?model=a or ?model=b to the URL."
     assert found["message"] == expected
     models = Models(tokenizer, enable_cache_reset=True)
     assert models.request("POST", "/reset_prefix_cache?model=b-2").status_code == 200

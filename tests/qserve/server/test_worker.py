@@ -195,7 +195,7 @@ def test_chats_are_rendered_in_killable_process(make_server, error):
 
         async def prepare(self, route, body, arrival, adapters):
             self.routes.append(route)
-            raise ApiError(400, "The body took more than 10 s to tokenize.")
+            raise ApiError(400, "The body took more than 10 s to tokenize.", "Shorten it.")
 
     worker, renderer = Watched(), Watched()
     server = make_server(ServerConfig(), preparation=Preparation(worker, renderer))

@@ -7,8 +7,8 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
-from pydantic_core import PydanticCustomError
 
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import MAX_PARTS, ONE_ERROR, Body, at_most
 
 TEXT, IMAGE, TOOL_RESULT, TOOL_USE = "text", "image", "tool_result", "tool_use"
@@ -140,10 +140,10 @@ def _image_url(source: Any) -> str:
     if kind == "url" and isinstance(source.get("url"), str):
         return source["url"]
     if kind == "file":
-        raise PydanticCustomError("image", "file: this server stores no files; send the image")
-    raise PydanticCustomError(
-        "image",
+        raise field_error("file: this server stores no files", "send the image")
+    raise field_error(
         "expected a source of type base64 with media_type and data, or of type url with url",
+        "send one of the two",
     )
 
 
@@ -157,10 +157,10 @@ def _document_text(source: Any) -> str:
     texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
     if texts and all(isinstance(text, str) for text in texts):
         return joined(*texts)
-    raise PydanticCustomError(
-        "document",
+    raise field_error(
         "expected a source of type text, or of type content with text blocks; PDF files are not"
-        " read: send their text, or their pages as images",
+        " read",
+        "send their text, or their pages as images",
     )
 
 
@@ -216,6 +216,7 @@ def check_blocks_of_role(role: str, blocks: list[Any]) -> None:
     for block in blocks:
         if role not in ROLES_OF[block.type]:
             allowed = ", ".join(ROLES_OF[block.type])
-            raise PydanticCustomError(
-                "block", f"expected blocks of type {block.type} only in messages of role {allowed}"
+            raise field_error(
+                f"expected blocks of type {block.type} only in messages of role {allowed}",
+                "move it there",
             )

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
-from pydantic_core import PydanticCustomError
 
 from qserve.server.requests.anthropic.blocks import (
     Block,
@@ -12,6 +11,7 @@ from qserve.server.requests.anthropic.blocks import (
     check_blocks_of_role,
 )
 from qserve.server.requests.anthropic.tools import MessagesTool, ToolChoice
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -52,8 +52,8 @@ class Thinking(Body):
         budget = self.budget_tokens
         if self.type == "enabled" and (budget is None or budget < MIN_BUDGET):
             found = "none" if budget is None else budget
-            raise PydanticCustomError(
-                "budget", f"budget_tokens: expected {MIN_BUDGET} or more, found {found}"
+            raise field_error(
+                f"budget_tokens: expected {MIN_BUDGET} or more, found {found}", "raise it"
             )
         return self
 
@@ -82,7 +82,7 @@ class Metadata(Body):
 
 def _not_empty(value: str) -> str:
     if not value:
-        raise PydanticCustomError("text", "expected a text that is not empty")
+        raise field_error("expected a text that is not empty", "write one, or leave it out")
     return value
 
 

@@ -60,7 +60,9 @@ def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) 
     model.check_name(request.model)
     asked = request.max_tokens
     if asked < 0:
-        raise ApiError(400, f"max_tokens: expected 0 or more, found {asked}.", "max_tokens")
+        raise ApiError(
+            400, f"max_tokens: expected 0 or more, found {asked}.", "Raise it.", "max_tokens"
+        )
     tools = callable_tools(request.tools)
     extra = request.model_extra or {}
     fields = {name: extra[name] for name in PASSED_ON if name in extra}
@@ -107,9 +109,11 @@ def _read(body: bytes | bytearray, kind: type[CountTokensRequest]) -> Any:
         message = error.message
         if param is not None:
             message = message.replace(error.param, param, 1)
-        raise ApiError(error.status, message, param) from None
+        raise ApiError.relayed(error.status, message, param) from None
     if not request.messages:
-        raise ApiError(400, "messages: expected at least one message.", "messages")
+        raise ApiError(
+            400, "messages: expected at least one message.", "Add a message.", "messages"
+        )
     last = request.messages[-1]
     calls = [block.id for block in last.content if block.type == TOOL_USE]
     if calls:
@@ -118,6 +122,7 @@ def _read(body: bytes | bytearray, kind: type[CountTokensRequest]) -> Any:
             400,
             f"{param}: `tool_use` ids were found without `tool_result` blocks immediately after:"
             f" {', '.join(calls):.300}.",
+            "Add a tool_result for each to the next message.",
             param,
         )
     return request
@@ -205,7 +210,7 @@ class _Renamed:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PromptTooLong):
             # If clients find this wording, they shorten the conversation.
-            raise ApiError(
+            raise ApiError.relayed(
                 400, f"prompt is too long: {error.length} tokens > {error.limit} maximum"
             ) from None
         if isinstance(error, ApiError | InputError):
@@ -218,7 +223,7 @@ class _Renamed:
                 if message.startswith(param):
                     message = renamed + message[len(param) :]
                 param = self._of_tools(renamed)
-            raise ApiError(found.status, self._of_tools(message), param) from None
+            raise ApiError.relayed(found.status, self._of_tools(message), param) from None
 
     def _of_tools(self, text: str) -> str:
         def named(found: re.Match) -> str:

@@ -3,9 +3,9 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from qserve.server.http.errors import ApiError
+from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import Body
 from qserve.server.requests.tool_fields import Name
 
@@ -19,7 +19,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def _object_schema(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type", "object") != "object":
-        raise PydanticCustomError("schema", "expected a JSON schema of type object")
+        raise field_error("expected a JSON schema of type object", 'set "type": "object"')
     return value
 
 
@@ -66,13 +66,15 @@ def callable_tools(tools: list[MessagesTool] | None) -> list[tuple[int, Messages
             if tool.type not in (None, CUSTOM):
                 raise ApiError(
                     400,
-                    f"{param}.type: {tool.type[:100]} is a tool that only Anthropic's models know."
-                    " Define it with a name, a description and an input_schema.",
+                    f"{param}.type: {tool.type[:100]} is a tool that only Anthropic's models know.",
+                    "Define it with a name, a description and an input_schema.",
                     f"{param}.type",
                 )
-            raise ApiError(400, f"{param}.input_schema: expected a JSON schema.", param)
+            raise ApiError(
+                400, f"{param}.input_schema: expected a JSON schema.", "Add the schema.", param
+            )
         if tool.name is None:
-            raise ApiError(400, f"{param}.name: expected a name.", f"{param}.name")
+            raise ApiError(400, f"{param}.name: expected a name.", "Add one.", f"{param}.name")
         found.append((index, tool))
     if tools and not found:
         kinds = ", ".join(sorted({tool.type or "" for tool in tools}))
@@ -80,6 +82,7 @@ def callable_tools(tools: list[MessagesTool] | None) -> list[tuple[int, Messages
             400,
             f"tools: expected a tool that the client runs, found {kinds:.300}, which need"
             " Anthropic's servers.",
+            "Add a tool with a name and an input_schema.",
             "tools",
         )
     return found
@@ -89,7 +92,7 @@ def chat_tool_fields(tools: list[MessagesTool], choice: ToolChoice | None) -> di
     """Return the fields of the chat request for tools and tool_choice. Raises ApiError(400)."""
     if not tools:
         if choice is not None and choice.type not in ("auto", "none"):
-            raise ApiError(400, "tool_choice: requires tools. Add one.", "tool_choice")
+            raise ApiError(400, "tool_choice: requires tools.", "Add one.", "tool_choice")
         return {}
     fields: dict[str, Any] = {"tools": [tool.for_chat for tool in tools]}
     if choice is None:
@@ -99,5 +102,10 @@ def chat_tool_fields(tools: list[MessagesTool], choice: ToolChoice | None) -> di
     if choice.type != "tool":
         return fields | {"tool_choice": CHOICES[choice.type]}
     if choice.name is None:
-        raise ApiError(400, "tool_choice.name: expected the name of a tool.", "tool_choice.name")
+        raise ApiError(
+            400,
+            "tool_choice.name: expected the name of a tool.",
+            "Add one of the names in tools.",
+            "tool_choice.name",
+        )
     return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
