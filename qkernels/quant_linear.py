@@ -23,6 +23,8 @@ from qkernels import ops
 from qkernels.autocast import autocast_input, is_autocast, no_autocast
 from qkernels.checks import check_numbers
 from qkernels.errors import KernelError
+from qkernels.linear.autograd import FrozenLinear
+from qkernels.linear.ops import needs_gradient
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm
@@ -46,7 +48,8 @@ CODES = "packed codes or indices"  # in errors
 class QuantLinear(nn.Module):
     """Linear layer y = x W^T + bias with a quantized W, for inference.
 
-    x gets a gradient; the weight does not.
+    x gets a gradient; the weight does not. If the scheme rounds x to 8 bits, the gradient treats
+    that as the identity, as TrainableQuantLinear does.
     """
 
     def __init__(
@@ -238,6 +241,19 @@ class QuantLinear(nn.Module):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
         if term is not None or out is not None:
             return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
+        if (
+            plan is None
+            and isinstance(x, torch.Tensor)
+            and prepared.activation is not None
+            and not self._released
+            and needs_gradient(x)
+        ):
+            bias = self._prepared_bias
+            return FrozenLinear.apply(
+                x,
+                lambda x: ops.linear(x, prepared, bias),
+                lambda: self.dequantize(x.dtype).to(x.device),
+            )
         return ops.linear(x, prepared, self._prepared_bias, plan)
 
     def prepare(
