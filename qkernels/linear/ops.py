@@ -151,7 +151,7 @@ def linear(
     check_linear(x, weight, bias)
     if needs_gradient(x) and (weight.activation is not None or hasattr(module, "dequantize")):
         return FrozenLinear.apply(
-            x, lambda x: linear(x, weight, bias), lambda: _gradient_weight(module, weight)
+            x, lambda x: linear(x, weight, bias), lambda: gradient_weight(weight)
         )
     x = weight.sorted_inputs(x)
     # a reshape or view, even one without effect, costs a tenth of this call's host time
@@ -233,15 +233,20 @@ def needs_gradient(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _gradient_weight(module: ModuleType, weight: PreparedWeight) -> torch.Tensor:
-    """Return the weight [N, K] by which the output's gradient is multiplied."""
+def gradient_weight(weight: PreparedWeight) -> torch.Tensor:
+    """Return the weight [N, K] by which backward multiplies the gradient of the output."""
     if weight.activation is not None:
         raise KernelError(
             "linear x",
             f"has no gradient here: {weight.kernel} rounds x and keeps only codes of the weight",
             "call a QuantLinear that is prepared without release=True",
         )
-    return _in_order_of_inputs(module.dequantize(weight), weight)
+    module = dispatch.module_of(LINEAR, weight.kernel)
+    if hasattr(module, "dequantize"):
+        return _in_order_of_inputs(module.dequantize(weight), weight)
+    return linear(
+        torch.eye(weight.in_features, dtype=weight.dtype, device=weight.device), weight
+    ).t()
 
 
 def _in_order_of_inputs(weight_NK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
