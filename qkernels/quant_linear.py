@@ -5,7 +5,7 @@ floats those of compressed-tensors (stored_form.py). The first forward makes the
 the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +22,10 @@ from formats.scheme import Scheme, fitting_group_size
 from qkernels import ops
 from qkernels.autocast import autocast_input, is_autocast, no_autocast
 from qkernels.checks import check_numbers
+from qkernels.compiled import LayerKey, compiled_linear
 from qkernels.errors import KernelError
+from qkernels.linear.autograd import FrozenLinear
+from qkernels.linear.ops import gradient_weight, needs_gradient
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm
@@ -46,7 +49,8 @@ CODES = "packed codes or indices"  # in errors
 class QuantLinear(nn.Module):
     """Linear layer y = x W^T + bias with a quantized W, for inference.
 
-    x gets a gradient; the weight does not.
+    x gets a gradient; the weight does not. If the scheme rounds x to 8 bits, the gradient treats
+    that as the identity, as TrainableQuantLinear does.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class QuantLinear(nn.Module):
         self._prepared_from: tuple[tuple[torch.Tensor, int], ...] = ()
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
+        self._key = LayerKey(self)  # names the layer in compiled graphs
         for name in (*NAMES, "bias"):
             self.register_buffer(name, None)
 
@@ -220,8 +225,11 @@ class QuantLinear(nn.Module):
         result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
         argument of ops.linear.
 
-        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first.
+        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first, and
+        torch.compile sees one operation.
         """
+        if plan is None and isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
+            return compiled_linear(autocast_input(x), self, self._key)
         if plan is None and isinstance(x, torch.Tensor) and is_autocast(x):
             x = autocast_input(x)
             with no_autocast(x):
@@ -231,13 +239,24 @@ class QuantLinear(nn.Module):
             if (
                 prepared is None
                 or (prepared.dtype, prepared.device) != (x.dtype, x.device)
-                or not (self._released or torch.compiler.is_compiling() or self._is_current())
+                or not (self._released or self._is_current())
             ):
                 prepared = self.prepare(x.dtype, x.device)._prepared
         elif prepared is None or hasattr(x, "__array__"):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
         if term is not None or out is not None:
             return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
+        if (
+            plan is None
+            and isinstance(x, torch.Tensor)
+            and prepared.activation is not None
+            and not self._released
+            and needs_gradient(x)
+        ):
+            bias = self._prepared_bias
+            return FrozenLinear.apply(
+                x, lambda x: ops.linear(x, prepared, bias), lambda: self.gradient_weight(x)
+            )
         return ops.linear(x, prepared, self._prepared_bias, plan)
 
     def prepare(
@@ -272,6 +291,19 @@ class QuantLinear(nn.Module):
             for name in NAMES:
                 setattr(self, name, None)
         return self
+
+    def stored_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that determine the output: the stored ones and the bias."""
+        return [tensor for tensor in self._buffers.values() if tensor is not None]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "QuantLinear":
+        """Return a layer like this one with other tensors, in the order of `stored_tensors`."""
+        layer = QuantLinear.__new__(QuantLinear)
+        layer._start(self.in_features, self.out_features, self.scheme)
+        names = [name for name, own in self._buffers.items() if own is not None]
+        for name, tensor in zip(names, tensors, strict=True):
+            setattr(layer, name, tensor)
+        return layer
 
     def _drop_prepared(self) -> None:
         self._prepared = self._prepared_bias = None
@@ -312,6 +344,15 @@ class QuantLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dequantized weight [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
+
+    def gradient_weight(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the weight [N, K] by which backward multiplies, in x's dtype and on its device.
+
+        Raises KernelError for a layer without stored tensors whose scheme rounds inputs.
+        """
+        if self._released:
+            return gradient_weight(self.prepared_weight)
+        return self.dequantize(x.dtype).to(x.device)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:
         """Return the largest distance of a float weight [N, K] from this layer's grid.
@@ -414,8 +455,13 @@ class QuantLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the kernel's copy out of copies and pickles, unless it is the only copy."""
         state = super().__getstate__()
+        state.pop("_key")
         made = {"_prepared": None, "_prepared_from": (), "_prepared_bias": None}
         return state if self._released else {**state, **made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = LayerKey(self)
 
 
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:

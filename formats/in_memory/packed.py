@@ -168,8 +168,16 @@ class PackedWeight:
                 )
         if self.scales_NG.dtype not in SCALE_DTYPES:
             raise weight_error(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
-        if not torch.isfinite(self.scales_NG).all() or (self.scales_NG == 0).any():
-            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero", QUANTIZE_AGAIN)
+        is_zero = self.scales_NG == 0
+        if is_zero.any():
+            raise CheckpointError(
+                f"{name} scales",
+                f"{int(is_zero.sum())} of {is_zero.numel()} are zero",
+                f"{QUANTIZE_AGAIN}; your own codes: give groups of zero weights another scale, such"
+                " as 1, and codes equal to their zero point",
+            )
+        if not torch.isfinite(self.scales_NG).all():
+            raise CheckpointError(f"{name} scales", "contain NaN or infinity", QUANTIZE_AGAIN)
         if self.spec.symmetric and (self.zeros_NG != self.spec.symmetric_zero).any():
             raise CheckpointError(
                 f"{name} zeros",

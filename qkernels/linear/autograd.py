@@ -9,9 +9,12 @@ class FrozenLinear(torch.autograd.Function):
     """y = run(x), with the gradient grad @ dequantize() for x."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, run: Callable, dequantize: Callable) -> torch.Tensor:
-        ctx.dequantize = dequantize
+    def forward(x: torch.Tensor, run: Callable, dequantize: Callable) -> torch.Tensor:
         return run(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.dequantize = inputs[2]
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):

@@ -131,6 +131,8 @@ def linear(
     With a plan, x may have the form `plan.input`, and the result has the form `plan.output`. `term`
     is the LoRA adapters' term; it needs `plan.adds_adapters`. `out`: contiguous [M, N] to write the
     result to, for x [M, K] or its codes without a term.
+
+    x gets a gradient from kernels that do not round it.
     """
     module = dispatch.module_of(LINEAR, weight.kernel)
     if out is not None:
@@ -147,11 +149,9 @@ def linear(
         plan = plan or plan_linear(weight, x.num_rows)
         return module.run(plan, x, weight, bias)
     check_linear(x, weight, bias)
-    if torch.is_grad_enabled() and x.requires_grad and hasattr(module, "dequantize"):
+    if needs_gradient(x) and (weight.activation is not None or hasattr(module, "dequantize")):
         return FrozenLinear.apply(
-            x,
-            lambda x: linear(x, weight, bias),
-            lambda: _in_order_of_inputs(module.dequantize(weight), weight),
+            x, lambda x: linear(x, weight, bias), lambda: gradient_weight(weight)
         )
     x = weight.sorted_inputs(x)
     # a reshape or view, even one without effect, costs a tenth of this call's host time
@@ -228,6 +228,27 @@ def _as_operand(x_MK: torch.Tensor, plan: GemmPlan) -> LinearInput:
     if isinstance(plan.operand, LimbForm):
         return rowwise.to_limbs(x_MK, plan.operand)
     return x_MK
+
+
+def needs_gradient(x: torch.Tensor) -> bool:
+    """Return True if autograd records operations on x."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def gradient_weight(weight: PreparedWeight) -> torch.Tensor:
+    """Return the weight [N, K] by which backward multiplies the gradient of the output."""
+    if weight.activation is not None:
+        raise KernelError(
+            "linear x",
+            f"has no gradient here: {weight.kernel} rounds x and keeps only codes of the weight",
+            "call a QuantLinear that is prepared without release=True",
+        )
+    module = dispatch.module_of(LINEAR, weight.kernel)
+    if hasattr(module, "dequantize"):
+        return _in_order_of_inputs(module.dequantize(weight), weight)
+    return linear(
+        torch.eye(weight.in_features, dtype=weight.dtype, device=weight.device), weight
+    ).t()
 
 
 def _in_order_of_inputs(weight_NK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:

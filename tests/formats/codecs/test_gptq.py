@@ -137,7 +137,7 @@ def test_missing_g_idx_is_accepted():
         ("qzeros", torch.zeros(3, 64, dtype=torch.int32), r"expected \[3, 8\]"),
         ("scales", torch.ones(64, 3).half(), r"expected \[3, 64\]"),
         ("scales", torch.ones(3, 64, dtype=torch.int32), "not floating point"),
-        ("scales", torch.zeros(3, 64).half(), "NaN, infinity or zero"),
+        ("scales", torch.zeros(3, 64).half(), "192 of 192 are zero"),
         ("qzeros", torch.full((3, 8), 0x77777677, dtype=torch.int32), "in a symmetric scheme"),
         ("g_idx", torch.arange(96, dtype=torch.int32), "expected groups 0..2, found 0..95"),
         ("g_idx", torch.arange(96, dtype=torch.int32) - 1, "found -1..94"),
