@@ -261,7 +261,7 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
             "/update_weights_from_ipc",
             {"tensors": [], "mode": "x" * 2**25},
             413,
-            "expected at most 33554432 bytes",
+            "expected a body of at most 33554432 bytes",
         ),
         ("/collective_rpc", {"method": "save"}, 400, "expected reload_weights"),
         ("/sleep", None, 400, "no such level"),

@@ -224,7 +224,9 @@ def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     body = {"prompt": [token], "max_tokens": 50}
     reply = httpx.post(f"{url}/v1/completions", json=body)
     assert reply.status_code == 503
-    assert reply.json()["error"]["message"] == "The engine has died; the server is stopping."
+    assert reply.json()["error"]["message"] == (
+        "The engine has died; the server is stopping. Try again later."
+    )
     assert process.wait(GUARD) == 1
     assert "The engine died" in process.stderr.read()
 
