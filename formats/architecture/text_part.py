@@ -116,6 +116,7 @@ WRAPPERS = (
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
+    "MiniCPMV4_7ForConditionalGeneration",
     "NemotronH_Nano_VL_V2",
     "Ovis2ForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
