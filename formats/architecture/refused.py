@@ -21,6 +21,21 @@ _KIMI_K3 = (
     " supported",
     "use Kimi-K2.5 or Kimi Linear",
 )
+_QWEN_4 = (
+    "has streams of hidden states with hyper-connections and embeddings of n-grams, which are not"
+    " supported",
+    "use Qwen3.5 or Qwen3.6",
+)
+_MLLAMA = (
+    "attends to images in layers of cross-attention, which are not supported",
+    "use Llama 4, or a text model such as meta-llama/Llama-3.1-8B-Instruct",
+)
+_ZAMBA = ("shares blocks of attention between layers, which is not supported", _LISTED)
+# models of images whose vision part is code in their folder
+_OWN_VISION = (
+    "has a vision part that is code in its folder, which is never run",
+    "use a model of images that qserve/docs/models.md lists",
+)
 # architecture -> (problem, remedy)
 REFUSED: dict[str, tuple[str, str]] = {
     "ChatGLMModel": _CHATGLM,
@@ -40,6 +55,55 @@ REFUSED: dict[str, tuple[str, str]] = {
         " frequencies, and selects keys by an indexer without query latents, which are not"
         " supported",
         "use Mistral Small 4 or a model of another family that `qserve families` lists",
+    ),
+    "AXK2ForCausalLM": (
+        "has gates on its norms (`gated_norm_rank`) and computes queries from two latents, which"
+        " are not supported",
+        "use A.X K1",
+    ),
+    "DeciLMForCausalLM": (
+        "has layers of different sizes and layers without attention (`block_configs`), which are"
+        " not supported",
+        "use Nemotron-H or Nemotron 3",
+    ),
+    "Glm5NextForConditionalGeneration": (
+        "has streams of hidden states with hyper-connections and an indexer that selects groups of"
+        " keys (`index_kpool`), which are not supported",
+        "use GLM-5 or GLM-4.7-Flash",
+    ),
+    "HYV4ForCausalLM": (
+        "has streams of hidden states with hyper-connections and attention sinks in latent"
+        " attention, which are not supported",
+        "use Hy3",
+    ),
+    "Molmo2ForConditionalGeneration": (
+        "pools patches of images by attention and has a text model of its own, which are not"
+        " supported",
+        "use a model of images that qserve/docs/models.md lists",
+    ),
+    "MuseSparkForConditionalGeneration": (
+        "has a gate of the residual stream in each layer (`residual_gate_temperature`), which is"
+        " not supported",
+        "use Muse Glimmer",
+    ),
+    "RecurrentGemmaForCausalLM": (
+        "has linear recurrent units (RG-LRU), which are not supported",
+        "use Gemma 3 or Gemma 4",
+    ),
+    "ZayaForCausalLM": (
+        "has attention with convolutions over compressed queries and keys, and a router whose state"
+        " passes from layer to layer, which are not supported",
+        _LISTED,
+    ),
+    **dict.fromkeys(("MllamaForConditionalGeneration", "MllamaForCausalLM"), _MLLAMA),
+    **dict.fromkeys(("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"), _QWEN_4),
+    **dict.fromkeys(("ZambaForCausalLM", "Zamba2ForCausalLM"), _ZAMBA),
+    **dict.fromkeys(
+        (
+            *("MiniCPMV", "MiniCPMO", "DotsOCRForCausalLM", "Phi3VForCausalLM", "Ovis", "Ovis2_5"),
+            *("DeepseekVLV2ForCausalLM", "KeyeForConditionalGeneration", "MolmoForCausalLM"),
+        ),
+        _OWN_VISION,
     ),
     **dict.fromkeys(
         (*("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),),

@@ -101,6 +101,7 @@ WRAPPERS = (
     "SmolVLMForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
     *WITH_OUTPUT_WINDOW,
+    "VideoLlama3ForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
     # served as text models only
     "Cosmos3EdgeForConditionalGeneration",
@@ -115,10 +116,10 @@ WRAPPERS = (
     "InternS1ForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "MiMoV2ForCausalLM",
+    "MiniCPMV4_7ForConditionalGeneration",
     "NemotronH_Nano_VL_V2",
     "Ovis2ForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
-    "VideoLlama3ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 )

@@ -99,6 +99,14 @@ def _encode_square_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]
     return model.get_image_features(patches.unflatten(1, (-1, size, size)), grids_N3).pooler_output
 
 
+def _encode_single_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Encode the patches of VideoLLaMA 3, each of which has an embedding."""
+    patches, grids_N3 = torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
+    return model.get_image_features(
+        patches, grids_N3, torch.ones_like(grids_N3[:, 0])
+    ).pooler_output
+
+
 def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     """Encode the patches of Gemma 4, also of 12B, which have no padding here."""
     pixels_NCPV, columns_N1 = (
@@ -231,6 +239,7 @@ ENCODERS: dict[str, Encode] = {
     "squares": _encode_squares,
     "prompt_squares": _encode_prompt_squares,
     "patches": _encode_patches,
+    "single_patches": _encode_single_patches,
     "square_patches": _encode_square_patches,
     "rows": _encode_rows,
     "pooled": _encode_pooled,

@@ -77,6 +77,20 @@ EXAONE_4_5 = {
     },
 }
 del EXAONE_4_5["video"]
+# an embedding for each patch
+VIDEO_LLAMA_3 = {
+    "config": "VideoLlama3Config",
+    "tokens": ["<|image_pad|>", "<|video_pad|>"],
+    "placeholder": "<|image_pad|>",
+    "text_type": "qwen2",
+    "vision": {**TOWER, "patch_size": 8},
+    "whole": {"video_token_id": "<|video_pad|>"},
+    "image_processor": "VideoLlama3ImageProcessor",
+    "processor": {
+        **PIXELS,
+        **{"patch_size": 8, "merge_size": 1, "size": {"shortest_edge": 128, "longest_edge": 1536}},
+    },
+}
 GLM_4V = {
     **GRID,
     "config": "Glm4vConfig",
@@ -285,6 +299,7 @@ FAMILIES = {
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
     "exaone4_5": EXAONE_4_5,
+    "video_llama_3": VIDEO_LLAMA_3,
     "qwen3_vl": QWEN_3_VL,
     "cosmos3": {**QWEN_3_VL, "config": "Cosmos3OmniConfig"},
     "qwen3_vl_moe": QWEN_3_VL_MOE,

@@ -30,13 +30,20 @@ def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
 
 def _merged(grid: Sequence[int], values: Values) -> tuple[int, int, int]:
     frames, rows, columns = grid
-    size = values["vision_config"]["spatial_merge_size"]
+    size = _merge_size(values)
     return frames, rows // size, columns // size
 
 
+def _merge_size(values: Values) -> int:
+    """Return the side, in patches, of the square that becomes one embedding.
+
+    VideoLLaMA 3 states none: each patch of an image is one.
+    """
+    return values["vision_config"].get("spatial_merge_size", 1)
+
+
 def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
-    vision = values["vision_config"]
-    size = vision["spatial_merge_size"]
+    vision, size = values["vision_config"], _merge_size(values)
     # numbers of frames, rows and columns of patches, according to the item's positions
     grid = np.array(item.grid or (0, 0, 0)) * (1, size, size)
     stated = feature_of(item, "image_grid_thw")

@@ -20,6 +20,7 @@ from qserve.multimodal.stored_forms.prefixes import (
     OMNI,
     PADDLE,
     QWEN,
+    VIDEO_LLAMA,
 )
 
 # keys of ERNIE's tokens that have experts of their own
@@ -34,6 +35,13 @@ GRIDS: tuple[VisionFamily, ...] = (
         layout="grid",
         encoder="patches",
         prefixes=QWEN,
+    ),
+    VisionFamily(
+        architecture="VideoLlama3ForConditionalGeneration",
+        fixed_options={"merge_size": 1},
+        layout="grid",
+        encoder="single_patches",
+        prefixes=VIDEO_LLAMA,
     ),
     VisionFamily(
         architecture="Lfm3VlForConditionalGeneration",

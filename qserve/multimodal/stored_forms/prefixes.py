@@ -68,6 +68,11 @@ NEMOTRON = {
     },
 }
 PHI_4 = {"model.embed_tokens_extend.image_embed.": "embed_tokens_extend.image_embed."}
+VIDEO_LLAMA = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_model", "projector")
+}
 # The second level is that of older versions of transformers.
 DEEPSEEK = {
     f"{parent}{stored}.": f"{own}."

@@ -76,6 +76,17 @@ def test_unsupported_mpt_variant_is_refused(model_of, tmp_path, changed):
         ("DiffusionGemmaForBlockDiffusion", "by diffusion.*Gemma 4"),
         ("KimiK3ForConditionalGeneration", "attn_res_block_size"),
         ("MistralLarge4ForConditionalGeneration", "learned frequencies"),
+        ("AXK2ForCausalLM", "gated_norm_rank.*A.X K1"),
+        ("DeciLMForCausalLM", "block_configs"),
+        ("Glm5NextForConditionalGeneration", "index_kpool"),
+        ("HYV4ForCausalLM", "attention sinks in latent"),
+        ("MllamaForConditionalGeneration", "cross-attention"),
+        ("Molmo2ForConditionalGeneration", "pools patches"),
+        ("MuseSparkForConditionalGeneration", "residual_gate_temperature"),
+        ("Qwen4ExpForConditionalGeneration", "n-grams.*Qwen3.6"),
+        ("ZayaForCausalLM", "convolutions over compressed"),
+        ("Zamba2ForCausalLM", "shares blocks of attention"),
+        ("DotsOCRForCausalLM", "vision part that is code in its folder"),
     ],
 )
 def test_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):

@@ -37,7 +37,7 @@ FEW += ("aya_vision", "paligemma", "paligemma2", "idefics2", "phi4_multimodal")
 FEW += ("vip_llava", "deepseek_vl", "janus", "paddleocr_vl", "deepseek_ocr", "deepseek_ocr_2")
 FEW += ("step3p7", "muse_glimmer", "minicpm_v", "hunyuan_ocr", "ernie_vl", "unlimited_ocr")
 FEW += ("minimax_m3", "nemotron_omni", "cosmos3", "lfm3_vl")
-FEW += ("hyperclova", "qianfan_ocr", "minicpm_ocr", "got_ocr")
+FEW += ("hyperclova", "qianfan_ocr", "minicpm_ocr", "got_ocr", "video_llama_3")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in ALL_FAMILIES
