@@ -6,7 +6,7 @@ the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -182,8 +182,11 @@ class QuantLinear(nn.Module):
         _check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
         layer = cls.__new__(cls)
         layer._start(packed.in_features, packed.out_features, packed.scheme)
+        values = [getattr(packed, each.name) for each in fields(packed)]
+        given = {_memory(each) for each in values if isinstance(each, torch.Tensor)}
         for name, tensor in encode(packed).items():
-            setattr(layer, name, tensor)
+            # the caller may write to its own memory afterwards
+            setattr(layer, name, tensor.clone() if _memory(tensor) in given else tensor)
         if bias is not None:
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
@@ -458,6 +461,11 @@ class QuantLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._key = LayerKey(self)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:
