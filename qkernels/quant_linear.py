@@ -6,7 +6,7 @@ the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -182,11 +182,8 @@ class QuantLinear(nn.Module):
         _check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
         layer = cls.__new__(cls)
         layer._start(packed.in_features, packed.out_features, packed.scheme)
-        values = [getattr(packed, each.name) for each in fields(packed)]
-        given = {_memory(each) for each in values if isinstance(each, torch.Tensor)}
         for name, tensor in encode(packed).items():
-            # the caller may write to its own memory afterwards
-            setattr(layer, name, tensor.clone() if _memory(tensor) in given else tensor)
+            setattr(layer, name, tensor)
         if bias is not None:
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
@@ -237,18 +234,20 @@ class QuantLinear(nn.Module):
             x = autocast_input(x)
             with no_autocast(x):
                 return self.forward(x, plan, term, out)
-        prepared = self._prepared
+        prepared, bias = self._prepared, self._prepared_bias
         if isinstance(x, torch.Tensor):
             if (
                 prepared is None
                 or (prepared.dtype, prepared.device) != (x.dtype, x.device)
+                # another thread may be preparing the layer for another dtype
+                or (bias is not None and (bias.dtype, bias.device) != (x.dtype, x.device))
                 or not (self._released or self._is_current())
             ):
-                prepared = self.prepare(x.dtype, x.device)._prepared
+                prepared, bias = self._prepare(x.dtype, x.device)
         elif prepared is None or hasattr(x, "__array__"):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
         if term is not None or out is not None:
-            return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
+            return ops.linear(x, prepared, bias, plan, term, out)
         if (
             plan is None
             and isinstance(x, torch.Tensor)
@@ -256,11 +255,10 @@ class QuantLinear(nn.Module):
             and not self._released
             and needs_gradient(x)
         ):
-            bias = self._prepared_bias
             return FrozenLinear.apply(
                 x, lambda x: ops.linear(x, prepared, bias), lambda: self.gradient_weight(x)
             )
-        return ops.linear(x, prepared, self._prepared_bias, plan)
+        return ops.linear(x, prepared, bias, plan)
 
     def prepare(
         self,
@@ -280,20 +278,28 @@ class QuantLinear(nn.Module):
         `release` frees the stored tensors afterwards. Then the layer can only run: state_dict,
         packed and dequantize raise KernelError.
         """
-        # a later forward that needs x's gradient could not use tensors made in inference mode
-        with torch.inference_mode(False), torch.no_grad():
-            self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
-            self._prepared_from = tuple(self._versions())
-            own = self.bias
-            self._prepared_bias = None if own is None else own.to(self._prepared.device, dtype)
-        if self._prepared.device.type == "cuda":
-            torch.cuda.current_stream(self._prepared.device).synchronize()
+        self._prepare(dtype, device, kernel)
         if release:
             self._released = True
             self._prepared_from = ()
             for name in NAMES:
                 setattr(self, name, None)
         return self
+
+    def _prepare(
+        self, dtype: torch.dtype, device: torch.device | str | None, kernel: str | None = None
+    ) -> tuple[PreparedWeight, torch.Tensor | None]:
+        """Make the kernel's copy; return it and the bias, which other threads may replace."""
+        # a later forward that needs x's gradient could not use tensors made in inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            versions = tuple(self._versions())
+            prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
+            bias = None if self.bias is None else self.bias.to(prepared.device, dtype)
+        if prepared.device.type == "cuda":
+            torch.cuda.current_stream(prepared.device).synchronize()
+        self._prepared, self._prepared_bias = prepared, bias
+        self._prepared_from = versions
+        return prepared, bias
 
     def stored_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that determine the output: the stored ones and the bias."""
@@ -461,11 +467,6 @@ class QuantLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._key = LayerKey(self)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _check_bias(bias: torch.Tensor, out_features: int) -> None:
