@@ -7,6 +7,7 @@ the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -44,6 +45,7 @@ from qkernels.stored_form import (
 )
 
 CODES = "packed codes or indices"  # in errors
+Versions = tuple[tuple[torch.Tensor, int], ...]
 
 
 class QuantLinear(nn.Module):
@@ -82,7 +84,7 @@ class QuantLinear(nn.Module):
         self.scheme = scheme
         # made by prepare() from these tensors; made again if they change
         self._prepared: PreparedWeight | None = None
-        self._prepared_from: tuple[tuple[torch.Tensor, int], ...] = ()
+        self._prepared_from: Versions = ()
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
         self._key = LayerKey(self)  # names the layer in compiled graphs
@@ -255,9 +257,8 @@ class QuantLinear(nn.Module):
             and not self._released
             and needs_gradient(x)
         ):
-            return FrozenLinear.apply(
-                x, lambda x: ops.linear(x, prepared, bias), lambda: self.gradient_weight(x)
-            )
+            weight = partial(self.gradient_weight, x, self._prepared_from)
+            return FrozenLinear.apply(x, lambda x: ops.linear(x, prepared, bias), weight)
         return ops.linear(x, prepared, bias, plan)
 
     def prepare(
@@ -324,9 +325,10 @@ class QuantLinear(nn.Module):
             if tensor is not None:
                 yield tensor, 0 if tensor.is_inference() else tensor._version
 
-    def _is_current(self) -> bool:
-        """Return True if no stored tensor has changed since `prepare`."""
-        pairs = zip_longest(self._prepared_from, self._versions(), fillvalue=(None, 0))
+    def _is_current(self, made_from: Versions | None = None) -> bool:
+        """Return True if no stored tensor has changed since `prepare`, or since `made_from`."""
+        before = self._prepared_from if made_from is None else made_from
+        pairs = zip_longest(before, self._versions(), fillvalue=(None, 0))
         return all(old is new and before == now for (old, before), (new, now) in pairs)
 
     def packed(self) -> StoredWeight:
@@ -354,13 +356,17 @@ class QuantLinear(nn.Module):
         """Return the dequantized weight [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
 
-    def gradient_weight(self, x: torch.Tensor) -> torch.Tensor:
+    def gradient_weight(self, x: torch.Tensor, made_from: Versions | None = None) -> torch.Tensor:
         """Return the weight [N, K] by which backward multiplies, in x's dtype and on its device.
 
-        Raises KernelError for a layer without stored tensors whose scheme rounds inputs.
+        `made_from`: tensors of the forward. Raises KernelError if they changed since then, and for
+        a layer without stored tensors whose scheme rounds inputs.
         """
         if self._released:
             return gradient_weight(self.prepared_weight)
+        if made_from is not None and not self._is_current(made_from):
+            found = "its tensors changed between forward and backward"
+            raise KernelError("QuantLinear", found, "change them after backward")
         return self.dequantize(x.dtype).to(x.device)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:

@@ -65,3 +65,12 @@ def test_released_layer_refuses_a_gradient_that_it_cannot_compute(scheme):
 def test_output_is_the_same_with_and_without_gradient():
     layer, x = make("w8a8"), torch.randn(4, K)
     assert torch.equal(layer(x), layer(x.requires_grad_()))
+
+
+def test_change_between_forward_and_backward_is_refused():
+    """Torch refuses it too, where it keeps the changed tensor itself."""
+    layer, x = make("w8a8"), torch.randn(2, K, requires_grad=True)
+    y = layer(x)
+    layer.scales.mul_(2)
+    with pytest.raises(InputError, match="changed between forward and backward"):
+        y.sum().backward()
