@@ -51,8 +51,7 @@ Versions = tuple[tuple[torch.Tensor, int], ...]
 class QuantLinear(nn.Module):
     """Linear layer y = x W^T + bias with a quantized W, for inference.
 
-    x gets a gradient; the weight does not. If the scheme rounds x to 8 bits, the gradient treats
-    that as the identity, as TrainableQuantLinear does.
+    x gets a gradient, which treats the rounding of x as the identity; the weight does not.
     """
 
     def __init__(
@@ -227,8 +226,7 @@ class QuantLinear(nn.Module):
         result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
         argument of ops.linear.
 
-        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first, and
-        torch.compile sees one operation.
+        Without a plan, autocast casts x first, as for nn.Linear; torch.compile sees one operation.
         """
         if plan is None and isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
             return compiled_linear(autocast_input(x), self, self._key)
@@ -257,7 +255,7 @@ class QuantLinear(nn.Module):
             and not self._released
             and needs_gradient(x)
         ):
-            weight = partial(self.gradient_weight, x, self._prepared_from)
+            weight = partial(self.gradient_weight, x.dtype, x.device, self._prepared_from)
             return FrozenLinear.apply(x, lambda x: ops.linear(x, prepared, bias), weight)
         return ops.linear(x, prepared, bias, plan)
 
@@ -356,18 +354,20 @@ class QuantLinear(nn.Module):
         """Return the dequantized weight [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
 
-    def gradient_weight(self, x: torch.Tensor, made_from: Versions | None = None) -> torch.Tensor:
-        """Return the weight [N, K] by which backward multiplies, in x's dtype and on its device.
+    def gradient_weight(
+        self, dtype: torch.dtype, device: torch.device, made_from: Versions | None = None
+    ) -> torch.Tensor:
+        """Return the weight [N, K] by which backward multiplies; `made_from`: tensors of forward.
 
-        `made_from`: tensors of the forward. Raises KernelError if they changed since then, and for
-        a layer without stored tensors whose scheme rounds inputs.
+        Raises KernelError if they changed since then, and for a layer without stored tensors whose
+        scheme rounds inputs.
         """
         if self._released:
             return gradient_weight(self.prepared_weight)
         if made_from is not None and not self._is_current(made_from):
             found = "its tensors changed between forward and backward"
             raise KernelError("QuantLinear", found, "change them after backward")
-        return self.dequantize(x.dtype).to(x.device)
+        return self.dequantize(dtype).to(device)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:
         """Return the largest distance of a float weight [N, K] from this layer's grid.
