@@ -49,9 +49,9 @@ def _quant_linear(
 
 @torch.library.custom_op("qserve::quant_linear_grad", mutates_args=())
 def _quant_linear_grad(
-    grad: torch.Tensor, x: torch.Tensor, stored: Sequence[torch.Tensor], key: torch.Tensor
+    grad: torch.Tensor, stored: Sequence[torch.Tensor], key: torch.Tensor, in_features: int
 ) -> torch.Tensor:
-    return grad @ _layer(stored, key).gradient_weight(x)
+    return grad @ _layer(stored, key).gradient_weight(grad.dtype, grad.device)
 
 
 @_quant_linear.register_fake
@@ -63,9 +63,9 @@ def _(
 
 @_quant_linear_grad.register_fake
 def _(
-    grad: torch.Tensor, x: torch.Tensor, stored: Sequence[torch.Tensor], key: torch.Tensor
+    grad: torch.Tensor, stored: Sequence[torch.Tensor], key: torch.Tensor, in_features: int
 ) -> torch.Tensor:
-    return x.new_empty(x.shape)
+    return grad.new_empty((*grad.shape[:-1], in_features))
 
 
 @_quant_linear.register_vmap
@@ -82,12 +82,14 @@ def _(
 
 def _setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
     x, stored, key, _ = inputs
-    ctx.save_for_backward(x, key, *stored)
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(key, *stored)  # not x: the gradient does not depend on it
 
 
 def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, list[None], None, None]:
-    x, key, *stored = ctx.saved_tensors
-    return _quant_linear_grad(grad, x, stored, key), [None] * len(stored), None, None
+    key, *stored = ctx.saved_tensors
+    grad_x = _quant_linear_grad(grad, stored, key, ctx.in_features)
+    return grad_x, [None] * len(stored), None, None
 
 
 _quant_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -7,6 +7,7 @@ the weight, which is never saved. Legend: N outputs, K inputs, G groups.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -44,13 +45,13 @@ from qkernels.stored_form import (
 )
 
 CODES = "packed codes or indices"  # in errors
+Versions = tuple[tuple[torch.Tensor, int], ...]
 
 
 class QuantLinear(nn.Module):
     """Linear layer y = x W^T + bias with a quantized W, for inference.
 
-    x gets a gradient; the weight does not. If the scheme rounds x to 8 bits, the gradient treats
-    that as the identity, as TrainableQuantLinear does.
+    x gets a gradient, which treats the rounding of x as the identity; the weight does not.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class QuantLinear(nn.Module):
         self.scheme = scheme
         # made by prepare() from these tensors; made again if they change
         self._prepared: PreparedWeight | None = None
-        self._prepared_from: tuple[tuple[torch.Tensor, int], ...] = ()
+        self._prepared_from: Versions = ()
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
         self._key = LayerKey(self)  # names the layer in compiled graphs
@@ -225,8 +226,7 @@ class QuantLinear(nn.Module):
         result has the form `plan.output`. A LoRA `term` needs a plan that adds adapters. `out`: an
         argument of ops.linear.
 
-        Without a plan, autocast applies as to nn.Linear: x is cast to autocast's dtype first, and
-        torch.compile sees one operation.
+        Without a plan, autocast casts x first, as for nn.Linear; torch.compile sees one operation.
         """
         if plan is None and isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
             return compiled_linear(autocast_input(x), self, self._key)
@@ -234,18 +234,20 @@ class QuantLinear(nn.Module):
             x = autocast_input(x)
             with no_autocast(x):
                 return self.forward(x, plan, term, out)
-        prepared = self._prepared
+        prepared, bias = self._prepared, self._prepared_bias
         if isinstance(x, torch.Tensor):
             if (
                 prepared is None
                 or (prepared.dtype, prepared.device) != (x.dtype, x.device)
+                # another thread may be preparing the layer for another dtype
+                or (bias is not None and (bias.dtype, bias.device) != (x.dtype, x.device))
                 or not (self._released or self._is_current())
             ):
-                prepared = self.prepare(x.dtype, x.device)._prepared
+                prepared, bias = self._prepare(x.dtype, x.device)
         elif prepared is None or hasattr(x, "__array__"):
             check_numbers("linear x", x, "a tensor, or codes or limbs of a prepared layer")
         if term is not None or out is not None:
-            return ops.linear(x, prepared, self._prepared_bias, plan, term, out)
+            return ops.linear(x, prepared, bias, plan, term, out)
         if (
             plan is None
             and isinstance(x, torch.Tensor)
@@ -253,11 +255,9 @@ class QuantLinear(nn.Module):
             and not self._released
             and needs_gradient(x)
         ):
-            bias = self._prepared_bias
-            return FrozenLinear.apply(
-                x, lambda x: ops.linear(x, prepared, bias), lambda: self.gradient_weight(x)
-            )
-        return ops.linear(x, prepared, self._prepared_bias, plan)
+            weight = partial(self.gradient_weight, x.dtype, x.device, self._prepared_from)
+            return FrozenLinear.apply(x, lambda x: ops.linear(x, prepared, bias), weight)
+        return ops.linear(x, prepared, bias, plan)
 
     def prepare(
         self,
@@ -277,20 +277,28 @@ class QuantLinear(nn.Module):
         `release` frees the stored tensors afterwards. Then the layer can only run: state_dict,
         packed and dequantize raise KernelError.
         """
-        # a later forward that needs x's gradient could not use tensors made in inference mode
-        with torch.inference_mode(False), torch.no_grad():
-            self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
-            self._prepared_from = tuple(self._versions())
-            own = self.bias
-            self._prepared_bias = None if own is None else own.to(self._prepared.device, dtype)
-        if self._prepared.device.type == "cuda":
-            torch.cuda.current_stream(self._prepared.device).synchronize()
+        self._prepare(dtype, device, kernel)
         if release:
             self._released = True
             self._prepared_from = ()
             for name in NAMES:
                 setattr(self, name, None)
         return self
+
+    def _prepare(
+        self, dtype: torch.dtype, device: torch.device | str | None, kernel: str | None = None
+    ) -> tuple[PreparedWeight, torch.Tensor | None]:
+        """Make the kernel's copy; return it and the bias, which other threads may replace."""
+        # a later forward that needs x's gradient could not use tensors made in inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            versions = tuple(self._versions())
+            prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
+            bias = None if self.bias is None else self.bias.to(prepared.device, dtype)
+        if prepared.device.type == "cuda":
+            torch.cuda.current_stream(prepared.device).synchronize()
+        self._prepared, self._prepared_bias = prepared, bias
+        self._prepared_from = versions
+        return prepared, bias
 
     def stored_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that determine the output: the stored ones and the bias."""
@@ -315,9 +323,10 @@ class QuantLinear(nn.Module):
             if tensor is not None:
                 yield tensor, 0 if tensor.is_inference() else tensor._version
 
-    def _is_current(self) -> bool:
-        """Return True if no stored tensor has changed since `prepare`."""
-        pairs = zip_longest(self._prepared_from, self._versions(), fillvalue=(None, 0))
+    def _is_current(self, made_from: Versions | None = None) -> bool:
+        """Return True if no stored tensor has changed since `prepare`, or since `made_from`."""
+        before = self._prepared_from if made_from is None else made_from
+        pairs = zip_longest(before, self._versions(), fillvalue=(None, 0))
         return all(old is new and before == now for (old, before), (new, now) in pairs)
 
     def packed(self) -> StoredWeight:
@@ -345,14 +354,20 @@ class QuantLinear(nn.Module):
         """Return the dequantized weight [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
 
-    def gradient_weight(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weight [N, K] by which backward multiplies, in x's dtype and on its device.
+    def gradient_weight(
+        self, dtype: torch.dtype, device: torch.device, made_from: Versions | None = None
+    ) -> torch.Tensor:
+        """Return the weight [N, K] by which backward multiplies; `made_from`: tensors of forward.
 
-        Raises KernelError for a layer without stored tensors whose scheme rounds inputs.
+        Raises KernelError if they changed since then, and for a layer without stored tensors whose
+        scheme rounds inputs.
         """
         if self._released:
             return gradient_weight(self.prepared_weight)
-        return self.dequantize(x.dtype).to(x.device)
+        if made_from is not None and not self._is_current(made_from):
+            found = "its tensors changed between forward and backward"
+            raise KernelError("QuantLinear", found, "change them after backward")
+        return self.dequantize(dtype).to(device)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:
         """Return the largest distance of a float weight [N, K] from this layer's grid.

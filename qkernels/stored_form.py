@@ -4,7 +4,7 @@ Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -94,7 +94,24 @@ def is_empty(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
-    """Return the tensors of a weight. Raises CheckpointError if the format cannot hold it."""
+    """Return the tensors of a weight, which share no memory with it.
+
+    Raises CheckpointError if the format cannot hold the weight.
+    """
+    values = [getattr(weight, each.name) for each in fields(weight)]
+    given = {_memory(each) for each in values if isinstance(each, torch.Tensor)}
+    return {
+        name: tensor.clone() if _memory(tensor) in given else tensor
+        for name, tensor in _encode(weight).items()
+    }
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
     if isinstance(weight, Fp4Weight):
         weight = weight.with_divisor()
         if weight.global_scale is not None and weight.global_scale.numel() != 1:

@@ -84,6 +84,36 @@ def test_copies_follow_their_own_tensors(copied):
     assert torch.equal(layer(X), before)
 
 
+@pytest.mark.parametrize("dtype_of_scales", [torch.float16, torch.float32])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_layer_keeps_its_numbers_if_a_solver_reuses_its_memory(dtype_of_scales, groups, symmetric):
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (N, K), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 256, (N, groups), generator=generator).to(torch.uint8)
+    scales = (torch.rand(N, groups, generator=generator) + 0.01).to(dtype_of_scales)
+    bias = torch.ones(N)
+    scheme, zeros = ("w8a16-sym", None) if symmetric else ("w8a16-asym", zeros)
+    size = "channel" if groups == 1 else "g128"
+    layer = QuantLinear.from_codes(codes, scales, zeros, scheme=f"{scheme}-{size}", bias=bias)
+    before, weight = layer(X), layer.dequantize()
+    for own in (codes, scales, zeros, bias):
+        if own is not None:
+            own.zero_()
+    assert torch.equal(layer.dequantize(), weight)
+    assert torch.equal(layer(X), before)
+
+
+def test_layer_of_4_bit_floats_keeps_its_numbers():
+    weight_NK = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    packed = QuantLinear.from_float(weight_NK, "w4a16-nvfp4").packed()
+    layer = QuantLinear.from_packed(packed)
+    before = layer(X)
+    packed.bytes_NB.zero_()
+    packed.scales_NG.view(torch.uint8).zero_()
+    assert torch.equal(layer(X), before)
+
+
 def test_released_layer_runs_as_it_was_prepared():
     layer = make()
     before = layer(X)

@@ -1,5 +1,7 @@
 """Gradient of x through linears that round x to 8 bits: rounding counts as the identity."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -65,3 +67,24 @@ def test_released_layer_refuses_a_gradient_that_it_cannot_compute(scheme):
 def test_output_is_the_same_with_and_without_gradient():
     layer, x = make("w8a8"), torch.randn(4, K)
     assert torch.equal(layer(x), layer(x.requires_grad_()))
+
+
+def test_backward_keeps_no_input():
+    """Memory of activations is what limits training."""
+    x = torch.randn(2, K, requires_grad=True)
+    doubled = x * 2
+    gone = weakref.ref(doubled)
+    y = make("w8a8")(doubled)
+    del doubled
+    assert gone() is None
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_change_between_forward_and_backward_is_refused():
+    """Torch refuses it too, where it keeps the changed tensor itself."""
+    layer, x = make("w8a8"), torch.randn(2, K, requires_grad=True)
+    y = layer(x)
+    layer.scales.mul_(2)
+    with pytest.raises(InputError, match="changed between forward and backward"):
+        y.sum().backward()

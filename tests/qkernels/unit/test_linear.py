@@ -2,6 +2,8 @@
 
 import copy
 import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -225,6 +227,21 @@ def test_repr_names_kernel():
     assert layer.extra_repr() == want + "not prepared"
     layer(torch.ones(1, 96))
     assert layer.extra_repr() == want + "dense"
+
+
+def test_threads_with_inputs_of_different_dtypes():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    inputs = [torch.ones(1, 96, dtype=each) for each in (torch.float32, torch.bfloat16)]
+    wanted = [layer(x) for x in inputs]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads interrupt each other between most steps
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(layer, inputs * 200))
+    finally:
+        sys.setswitchinterval(switch)
+    for number, y in enumerate(found):
+        assert torch.equal(y, wanted[number % 2])
 
 
 def test_gradient_reaches_x_and_no_weight():
