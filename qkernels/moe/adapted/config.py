@@ -35,9 +35,7 @@ def pair_tiles(plan: ExpertsPlan, num_slots: int) -> PairTiles:
     block_m = plan.gate_up.block_m
     if plan.variant == "sorted":
         block_m = min(MOST_PAIRS, block_m)
-    return PairTiles(
-        block_m=block_m, by_row=block_m < num_slots, owners=min(block_m, num_slots)
-    )
+    return PairTiles(block_m=block_m, by_row=block_m < num_slots, owners=min(block_m, num_slots))
 
 
 def rank_blocks(max_rank: int) -> int:

@@ -131,7 +131,12 @@ class Worker:
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,
-                    AdapterLayout(model, decoder.parts, decoder.layer_numbers),
+                    AdapterLayout(
+                        model,
+                        decoder.parts,
+                        decoder.layer_numbers,
+                        decoder.local_experts if config.lora_experts else None,
+                    ),
                     num_slots=config.max_loras,
                     max_rank=config.max_lora_rank,
                     fixed_order=config.batch_invariant,
