@@ -72,7 +72,9 @@ def test_graphs_and_eager_steps_agree(model, tmp_path, loras, kind):
     assert tokens(graphs, None) == tokens(plain, None)
     few = make(folder, **{**settings, "max_loras": 1})
     for lora in loras:
-        same = [a[:8] == b[:8] for a, b in zip(tokens(few, lora), tokens(graphs, lora), strict=True)]
+        same = [
+            a[:8] == b[:8] for a, b in zip(tokens(few, lora), tokens(graphs, lora), strict=True)
+        ]
         assert sum(same) >= len(same) - 2
 
 
