@@ -8,7 +8,7 @@ Legend: see weights.py; P pairs, I inner size; BM pairs of a tile, BK, BN, BR it
 import triton
 import triton.language as tl
 
-from qkernels.lora.triton_lora import own_slot
+from qkernels.lora.own_rows import own_slot
 from qkernels.moe.stack import PAIR_ROWS
 from qkernels.moe.tiles_triton import activated, find_pairs, squared
 

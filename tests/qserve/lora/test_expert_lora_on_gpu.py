@@ -90,7 +90,7 @@ def test_logprobs_equal_merged_weights(model, tmp_path, loras):
 
 @pytest.mark.parametrize("kind", ["w4a16-sym", "w4a16-mxfp4"])
 def test_logprobs_equal_those_of_a_cpu(model, tmp_path, loras, kind):
-    """Of quantized experts. Prompts of more than 32 tokens sort their pairs."""
+    """Quantized experts. Steps of more than 32 tokens sort their pairs."""
     folder = quantized(model, tmp_path / "quantized", kind)
     asked = [[*loras, None][n % 3] for n in range(len(PROMPTS))]
     found = [

@@ -64,7 +64,7 @@ def test_merge_equals_peft(tiny_model, tmp_path):
     ],
 )
 def test_merged_experts_equal_peft(tiny_model, tmp_path, family, form):
-    """Of stacks in PEFT's own file, or of each expert's linears; gpt-oss stores stacks itself."""
+    """A file of stacks by PEFT, or one of each expert's linears. gpt-oss itself stores stacks."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
