@@ -16,7 +16,7 @@ from qkernels.linear.ops import plan_linear
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.moe.config import sort_chunk
-from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.experts import ExpertsProblem, PreparedExperts
 from qkernels.moe.ops import plan_experts
 from qkernels.moe.variants import Layer, adapted_plan, layer_of
 from qkernels.operands.limbs import LimbForm, limb_tiles
@@ -95,10 +95,10 @@ def experts_compiled(experts: PreparedExperts, M: int) -> object:
     return plan, power_of_two(pairs), M == 1
 
 
-def adapted_expert_boundaries(experts: Iterable[PreparedExperts], max_rows: int) -> list[int]:
+def adapted_expert_boundaries(problems: Iterable[ExpertsProblem], max_rows: int) -> list[int]:
     """Return the smallest M, up to `max_rows`, of every kernel of experts with LoRA adapters."""
     found: set[int] = set()
-    for problem in {each.problem for each in experts if each.problem.kernel == "triton"}:
+    for problem in {each for each in problems if each.kernel == "triton"}:
         layer, k = layer_of(problem), problem.top_k
 
         def key(M: int, layer: Layer = layer, k: int = k) -> object:

@@ -161,14 +161,14 @@ def read_adapter(
     listed = not isinstance(config.target, str)
     # In transformers 5 experts are parameters, so their usual names match other linears only.
     with_experts = any(map(names_an_expert, stored))
-    like = [pair.name for pair in stored.values()]
+    in_adapter = names.in_adapter([pair.name for pair in stored.values()])
     missing = [
         name
         for name in shapes
         if listed
         and name not in stored
         and (with_experts or not names_an_expert(name))
-        and config.adapts(names.in_adapter(name, like))
+        and config.adapts(in_adapter(name))
     ]
     if missing:
         raise CheckpointError(

@@ -3,14 +3,14 @@
 Letters in names are those of qkernels/lora/weights.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from formats.errors import InputError
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qkernels.moe.adapted.weights import ExpertLora
-from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.experts import ExpertsProblem
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows
@@ -40,7 +40,7 @@ class SlotMemory:
         tables = (num_slots, len(layout.places), TABLE_COLUMNS)
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
-        self._experts: list[PreparedExperts] = []
+        self.experts: list[ExpertsProblem] = []  # experts with adapters, for the warm-up
         for number, place in enumerate(layout.places):
             if place.experts is None:
                 self._adapt(decoder, place, self._weights(number, place))
@@ -80,7 +80,7 @@ class SlotMemory:
         (block,) = (module for module in layer.modules() if isinstance(module, MoeMlp))
         if block.adapters is None:
             block.adapters = ExpertSlots(self.rows)
-            self._experts.append(block.experts)
+            self.experts.append(block.experts.problem)
         block.adapters.add(lora)
 
     @property
@@ -97,11 +97,6 @@ class SlotMemory:
         for number, place in enumerate(self.layout.places):
             if place.experts is None:
                 yield self._weights(number, place)
-
-    @property
-    def experts(self) -> Sequence[PreparedExperts]:
-        """Experts with adapters."""
-        return self._experts
 
     @torch.inference_mode()
     def place(self, slot: int, adapter: PackedAdapter) -> None:
