@@ -84,13 +84,8 @@ def experts(
             "partial": problem.is_partial,
         },
     )
-    plain = ExpertsTile(**pairs.constants)
     with on_device(x_MC):
-        h_PSR = _shrink(x_MC, k, pairs, adapters.gate_up)
-        y_PN = x_MC.new_empty(M * k, prepared.gate_up.out_features)
-        run_product(x_MC, k, prepared.gate_up, plan.gate_up, lists, weights_Mk, y_PN, plain)
-        _expand_(y_PN, h_PSR, pairs, adapters.gate_up, plain)
-        hidden_PI = _activated(y_PN, prepared)
+        hidden_PI = _hidden(x_MC, k, pairs, prepared, adapters.gate_up)
         h_PSR = _shrink(hidden_PI, 1, pairs, adapters.down)
         y_PC, weighted = x_MC.new_empty(M * k, C), ExpertsTile(weighted=True, **pairs.constants)
         run_product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, y_PC, weighted)
@@ -99,6 +94,18 @@ def experts(
         elsewhere = (ids_Mk, E) if problem.is_partial else (None, 0)
         sum_pairs(y_PC, k, shared_MC, out_MC, *elsewhere)
     return out_MC
+
+
+def _hidden(
+    x_MC: torch.Tensor, k: int, pairs: _Pairs, prepared: PreparedExperts, lora: ExpertLora
+) -> torch.Tensor:
+    """Return the activated results of gate_up [P, I]. The results themselves are freed."""
+    tile, config = ExpertsTile(**pairs.constants), pairs.plan.gate_up
+    h_PSR = _shrink(x_MC, k, pairs, lora)
+    y_PN = x_MC.new_empty(pairs.count, prepared.gate_up.out_features)
+    run_product(x_MC, k, prepared.gate_up, config, pairs.lists, pairs.weights_Mk, y_PN, tile)
+    _expand_(y_PN, h_PSR, pairs, lora, tile)
+    return _activated(y_PN, prepared)
 
 
 def _shrink(x: torch.Tensor, row_pairs: int, pairs: _Pairs, lora: ExpertLora) -> torch.Tensor:

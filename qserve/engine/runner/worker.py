@@ -268,6 +268,9 @@ class Worker:
         if memory is not None:
             return num_pages_in(memory, self.runner, flag, max_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
+        if self.runner.adapters is not None:  # such steps take more memory
+            largest_step = with_adapters(largest_step)
+            graph_step = graph_step and with_adapters(graph_step)
         with phase("Measuring a largest step"), explain_out_of_memory("measuring it", LESS_MEMORY):
             return num_pages_on_gpu(self.runner, largest_step, graph_step, max_pages)
 
