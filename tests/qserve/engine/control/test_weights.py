@@ -27,6 +27,8 @@ CASES = [
             *((family, {"quantization": "w8a8"}) for family in ("llama", "phi3")),
             *((family, {}) for family in sorted(TINY_FAMILIES)),
             ("qwen3", {"quantization": "fp8"}),
+            ("qwen3_moe", {"enable_lora": True, "lora_experts": True}),
+            ("deepseek_v3", {"enable_lora": True}),  # adapters of latents
         ]
     ),
 ]
