@@ -169,7 +169,7 @@ def with_mxfp4_experts(source, folder, packed=None, numbers=None):
 
 
 def test_mxfp4_experts_equal_dequantized(tiny_model, tmp_path):
-    """The same experts in float give the same logits."""
+    """MXFP4 experts give the logits of equal experts in float."""
     source, packed, numbers = tiny_model("gpt_oss"), {}, {}
     folder = with_mxfp4_experts(source, tmp_path / "mxfp4", packed, numbers)
     plain = edited(source, tmp_path / "float", lambda state: state.update(numbers))
