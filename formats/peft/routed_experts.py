@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import Family
+from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.projection import Linear, Projection
-from formats.architecture.sizes import num_experts
+from formats.architecture.sizes import MAX_EXPERTS, is_size, num_experts, size
 from formats.architecture.text_part import text_name
 from formats.files.tensor_entry import TensorEntry
 
@@ -40,12 +40,20 @@ class LayerExperts:
 
 
 def layers_with_experts(family: Family, config: Mapping[str, Any]) -> Iterator[LayerExperts]:
-    """Yield the layers whose experts can be adapted. None in families with experts for images."""
-    if family.experts is None or family.experts.media_inner:
+    """Yield the layers whose experts can be adapted.
+
+    There are none in families with experts for images, or if config.json lacks a size.
+    """
+    layers, sizes = config.get(family.num_layers_key), family.sizes(config)
+    if family.experts is None or family.experts.media_inner or not is_size(layers):
         return
-    count = num_experts(config) or 0
+    count = min(num_experts(config) or 0, MAX_EXPERTS)
     experts = tuple(family.experts.of_number(number, count) for number in range(count))
-    for layer in range(config[family.num_layers_key]):
+    for projection in (family.experts.gate_up, family.experts.down):
+        for linear in projection.linears:
+            if size((*linear.outputs, linear.inputs), sizes) is None:
+                return
+    for layer in range(min(layers, MAX_LAYERS)):
         row = family.of_layer(layer, config)
         if row.blocks(config, layer).experts:
             prefix = family.layer.format(i=layer)

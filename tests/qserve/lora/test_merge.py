@@ -1,5 +1,6 @@
 """`qserve merge`: the weights are base plus adapter, the rest is copied, quantized ones refused."""
 
+import json
 import shutil
 
 import pytest
@@ -92,6 +93,17 @@ def test_merged_experts_equal_peft(tiny_model, tmp_path, family, form):
     assert sum(".experts." in name for name in changed) == 6
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, want[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "moe_intermediate_size"])
+def test_merge_without_sizes_in_the_config(tiny_model, tmp_path, key):
+    """Adapters of other linears need no sizes of experts."""
+    model = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "a", only=["o_proj"])
+    config = json.loads((model / "config.json").read_text())
+    del config[key]
+    (model / "config.json").write_text(json.dumps(config))
+    assert merge_adapter(model, adapter, tmp_path / "merged").num_linears == 3
 
 
 def test_refused_merge_leaves_no_files(quantized_5m, docs_5m, tiny_model, tmp_path, capsys):
