@@ -8,6 +8,7 @@ Legend: see weights.py; P pairs, I inner size; BM pairs of a tile, BK, BN, BR it
 import triton
 import triton.language as tl
 
+from qkernels.gpu.pdl import pdl_launch_and_wait
 from qkernels.lora.own_rows import own_slot
 from qkernels.moe.stack import PAIR_ROWS
 from qkernels.moe.tiles_triton import activated, find_pairs, squared
@@ -63,7 +64,10 @@ def shrink_pairs(
     BY_ROW: tl.constexpr,
     STAGES: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        pdl_launch_and_wait()
     s, first = tl.program_id(1) % S, tl.program_id(1) // S * BR
     expert, pair, own, slot = _own_pairs(
         ids_ptr, sorted_ptr, counts_ptr, slots_ptr, P, E, BM, BY_ROW, TILE
@@ -111,8 +115,11 @@ def expand_pairs(
     BR: tl.constexpr,
     BY_ROW: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add the term to y. The outputs of two linears alternate, as in the stack of weights."""
+    if PDL:
+        pdl_launch_and_wait()
     TILES: tl.constexpr = (SIZE + BN - 1) // BN
     s, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
     expert, pair, own, slot = _own_pairs(
@@ -151,8 +158,11 @@ def activate_pairs(
     I,  # noqa: E741
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write the activated products: of gate and up, which alternate, or of up."""
+    if PDL:
+        pdl_launch_and_wait()
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     pair = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,6 +15,7 @@ import torch
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_options
 from qkernels.lora.config import RANK_BLOCK
 from qkernels.moe.adapted.config import (
     ACTIVATED,
@@ -49,6 +50,10 @@ class _Pairs:
     @property
     def count(self) -> int:
         return self.lists[0].numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slots_M.numel()
 
     def grid(self, tiles: PairTiles, middle: int) -> tuple[int, int, int]:
         blocks = self.count
@@ -138,6 +143,7 @@ def _shrink(x: torch.Tensor, row_pairs: int, pairs: _Pairs, lora: ExpertLora) ->
         STAGES=3,
         TILE=ExpertsTile(**pairs.constants),
         num_warps=4,
+        **pdl_options(x, pairs.num_tokens),
     )
     return h_PSR
 
@@ -174,6 +180,7 @@ def _expand_(
         BY_ROW=tiles.by_row,
         TILE=tile,
         num_warps=4,
+        **pdl_options(y, pairs.num_tokens),
     )
 
 
@@ -191,5 +198,6 @@ def _activated(y_PN: torch.Tensor, prepared: PreparedExperts) -> torch.Tensor:
         BLOCK=block,
         TILE=ExpertsTile(top_k=1, pairs=0, experts=1, **activation_constants(prepared.glu)),
         num_warps=4,
+        **pdl_options(y_PN, P // prepared.problem.top_k),
     )
     return hidden_PI
