@@ -16,8 +16,9 @@ from qkernels.linear.ops import plan_linear
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.moe.config import sort_chunk
-from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.experts import ExpertsProblem, PreparedExperts
 from qkernels.moe.ops import plan_experts
+from qkernels.moe.variants import Layer, adapted_plan, layer_of
 from qkernels.operands.limbs import LimbForm, limb_tiles
 from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
@@ -92,6 +93,21 @@ def experts_compiled(experts: PreparedExperts, M: int) -> object:
         return plan, sort_chunk(pairs)
     # a block that scans all (token, expert) pairs is sized for them; one token needs no expert list
     return plan, power_of_two(pairs), M == 1
+
+
+def adapted_expert_boundaries(problems: Iterable[ExpertsProblem], max_rows: int) -> list[int]:
+    """Return the smallest M, up to `max_rows`, of every kernel of experts with LoRA adapters."""
+    found: set[int] = set()
+    for problem in {each for each in problems if each.kernel == "triton"}:
+        layer, k = layer_of(problem), problem.top_k
+
+        def key(M: int, layer: Layer = layer, k: int = k) -> object:
+            plan = adapted_plan(layer, M)
+            is_sorted = plan.variant == "sorted"
+            return plan, sort_chunk(M * k) if is_sorted else power_of_two(M * k)
+
+        found |= set(_first_of_each_range(max_rows, key))
+    return sorted(found)
 
 
 def decode_boundaries(

@@ -209,6 +209,10 @@ class EngineConfig(HubSettings, ParallelSettings):
         4, "maximum number of adapters on the device, and so in one step", low=1
     )
     max_lora_rank: int = setting(16, "maximum rank of an adapter", low=1, high=MAX_RANK)
+    lora_experts: bool = setting(
+        False,
+        "also serve adapters of routed experts; every adapter slot then has room for all experts",
+    )
     max_cpu_loras: int | None = setting(
         None,
         "maximum number of adapters in host memory; requests for others read them from disk; "
@@ -292,6 +296,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         self.check_experts()
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "requires --enable-lora", "add the flag")
+        if self.lora_experts and not self.enable_lora:
+            raise InputError("--lora-experts", "requires --enable-lora", "add the flag")
         if self.num_cpu_loras < self.max_loras:
             raise InputError(
                 "--max-cpu-loras",

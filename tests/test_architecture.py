@@ -71,6 +71,7 @@ OPERATIONS = {
         *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.groups"),
         *("wna16.unpack.words",),
         *("w4a8.layout", "w4a8.prepack", "w4a8.triton_gemm"),
+        *("lora.config", "lora.own_rows"),
     },
     "linear": {
         *("lora.term", "rowwise.ops", "rowwise.reference"),

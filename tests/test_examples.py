@@ -40,6 +40,7 @@ COMMANDS = {
 
 NEED_GPU = (
     "measure_disaggregated",
+    "measure_expert_lora",
     "measure_expert_shards",
     "measure_new_mixers",
     "measure_overlap",

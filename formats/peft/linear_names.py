@@ -1,7 +1,7 @@
 """Names of a base model's linears in adapters: those of the checkpoint, or of transformers."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from formats.architecture.bare_model import PREFIX as MODEL
 from formats.architecture.family import Family
@@ -48,10 +48,14 @@ class LinearNames:
                 return found
         return None
 
-    def in_adapter(self, module: str, like: Collection[str]) -> str:
-        """Return the name that a linear would have in an adapter with the names `like`."""
+    def in_adapter(self, like: Collection[str]) -> Callable[[str], str]:
+        """Return a function: a linear's name in the checkpoint to that in an adapter.
+
+        `like`: names of linears in the adapter.
+        """
         theirs = any((text_name(each) or "") in self._ours for each in like)
-        return self._theirs.get(module, module) if theirs else module
+        names = self._theirs if theirs else {}
+        return lambda module: names.get(module, module)
 
 
 def _below_layer(family: Family, name: str) -> str:

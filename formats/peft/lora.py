@@ -20,6 +20,8 @@ from formats.files.channel_factors import ChannelFactors
 from formats.files.side_files import CHANNEL_FACTORS
 from formats.peft.linear_names import LinearNames
 from formats.peft.lora_config import SAVE_AGAIN, WEIGHTS, LoraConfig
+from formats.peft.routed_experts import StackedExperts, names_an_expert
+from formats.peft.stacked_pairs import StackedPairs, expert_pairs
 
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -32,7 +34,7 @@ OTHER_TENSORS = {
     ".base_layer.": "is a weight of the base model",
 }
 MAX_BYTES = 2**35
-MAX_HEADER_BYTES = 4_000_000  # a header of 880 linears has 260,000
+MAX_HEADER_BYTES = 16_000_000  # a header of 880 linears has 260,000, of 44,544 experts' 13,000,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,8 @@ def adapted_projections(
 ) -> Iterator[tuple[int, str, Projection]]:
     """Yield (layer, its prefix, projection) for every linear that can be adapted.
 
-    These are all linears of a layer except routers, routed experts and indexers.
+    These are all linears of a layer except routers, routed experts (routed_experts.py) and
+    indexers.
     """
     for layer in range(config[family.num_layers_key]):
         row, prefix = family.of_layer(layer, config), family.layer.format(i=layer)
@@ -126,12 +129,14 @@ def read_adapter(
     shapes: Mapping[str, tuple[int, int]],
     *,
     family: Family | None = None,
+    stacked: StackedExperts | None = None,
     max_rank: int | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> LoraAdapter:
     """Read an adapter for a base model whose linears have these shapes. Raises CheckpointError.
 
-    `family`: the model's row, for adapters that name the linears as transformers does.
+    `family`: the model's row, for adapters that name the linears as transformers does. `stacked`:
+    the stacks of experts whose linears are among `shapes`; None: they are not adapted.
     `is_wanted` is called before each linear; if it returns False, reading stops with an error.
     Sizes and ranks are checked before a tensor is read; every tensor must be used, and every linear
     that the configuration names must have its pair. Links to the folder are resolved once, and
@@ -144,19 +149,26 @@ def read_adapter(
     config = LoraConfig.from_folder(folder)
     file = _File(folder)
     names = LinearNames(shapes, family)
-    stored = _sorted_out(file, names, family)
+    stacks = None if stacked is None else StackedPairs(path=file.path, stacked=stacked)
+    stored = _sorted_out(file, names, family, stacks)
     for module, pair in stored.items():
         _check_wanted(folder, is_wanted)
         _check_pair(file, config, pair, shapes[module], max_rank)
-    if not stored:
+    of_stacks = [] if stacks is None else stacks.checked(config, file.entries, max_rank)
+    if not stored and not of_stacks:
         raise CheckpointError(str(file.path), "holds no tensors", "save the adapter again")
     # An expression may match linears without a pair: "all-linear" also matches the router.
     listed = not isinstance(config.target, str)
-    like = [pair.name for pair in stored.values()]
+    # In transformers 5 experts are parameters, so their usual names match other linears only.
+    with_experts = any(map(names_an_expert, stored))
+    in_adapter = names.in_adapter([pair.name for pair in stored.values()])
     missing = [
         name
         for name in shapes
-        if listed and name not in stored and config.adapts(names.in_adapter(name, like))
+        if listed
+        and name not in stored
+        and (with_experts or not names_an_expert(name))
+        and config.adapts(in_adapter(name))
     ]
     if missing:
         raise CheckpointError(
@@ -171,6 +183,17 @@ def read_adapter(
         a_rK, b_Nr = (_finite(file, pair.tensors[part]) for part in "AB")
         scale = config.scale_of(pair.name_in(config) or module)
         pairs[module] = LoraPair(a_rK=a_rK, b_Nr=b_Nr, scale=scale)
+    for each in of_stacks:
+        _check_wanted(folder, is_wanted)
+        scale = config.scale_of(each.name)
+        for module, a_rK, b_Nr in expert_pairs(each, lambda name: _finite(file, name)):
+            if module in pairs:
+                raise CheckpointError(
+                    f"{file.path}: {each.name}",
+                    f"adapts {module}, which has tensors of its own",
+                    "save the adapter again",
+                )
+            pairs[module] = LoraPair(a_rK=a_rK, b_Nr=b_Nr, scale=scale)
     return LoraAdapter(folder=str(folder), config=config, pairs=pairs)
 
 
@@ -259,8 +282,13 @@ class _StoredPair:
         return next((name for name in (self.name, self.module) if config.adapts(name)), None)
 
 
-def _sorted_out(file: _File, names: LinearNames, family: Family | None) -> dict[str, _StoredPair]:
-    """Map linears of the checkpoint to their tensors. Every tensor must belong to a linear."""
+def _sorted_out(
+    file: _File, names: LinearNames, family: Family | None, stacks: StackedPairs | None
+) -> dict[str, _StoredPair]:
+    """Map linears of the checkpoint to their tensors, except those of `stacks`, which takes them.
+
+    Every tensor must belong to a linear or to a stack of experts.
+    """
     found: dict[str, _StoredPair] = {}
     for name in file.entries:
         end = next((end for end in ENDS if name.endswith(end)), None)
@@ -273,14 +301,23 @@ def _sorted_out(file: _File, names: LinearNames, family: Family | None) -> dict[
             )
         stored = name.removeprefix(PREFIX).removesuffix(end)
         module = names.find(stored)
+        if module is None and stacks is not None and stacks.take(stored, ENDS[end], name):
+            continue
+        if module is None and names_an_expert(stored) and stacks is None:
+            raise CheckpointError(
+                f"{file.path}: {name}",
+                "adapts routed experts, which take no adapters here",
+                "serve it with --enable-lora --lora-experts, or add it to the float model with"
+                " `qserve merge`",
+            )
         if module is None:
             model = "this model" if family is None else family.architecture
             raise CheckpointError(
                 f"{file.path}: {name}",
                 f"adapts {stored}, which is not a linear of {model} that can be adapted",
                 "use an adapter that was trained on this model and adapts only mixers, attention"
-                " and feed-forwards, not embeddings, heads, routers, routed experts and"
-                " convolutions; `qserve merge` takes adapters of any linear of a float model",
+                " and feed-forwards, not embeddings, heads, routers and convolutions; `qserve"
+                " merge` takes adapters of any linear of a float model",
             )
         pair = found.setdefault(module, _StoredPair(name=stored, module=module, tensors={}))
         if pair.name != stored:

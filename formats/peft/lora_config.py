@@ -11,6 +11,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.files.json_file import fits_float32, read_json
 from formats.patterns import StepBudget, regex
+from formats.peft.routed_experts import PARAMETERS
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +34,7 @@ IGNORED = {
 READ = {
     *("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern"),
     *("alpha_pattern", "use_rslora", "layers_to_transform", "layers_pattern"),
-    "init_lora_weights",
+    *("init_lora_weights", "target_parameters"),
 }
 # keys that change the arithmetic or the base model -> what they do
 REFUSED = {
@@ -44,7 +45,6 @@ REFUSED = {
     "fan_in_fan_out": "weights of Conv1D, which are transposed",
     "layer_replication": "layers that occur in the model several times",
     "trainable_token_indices": "new rows of the embedding",
-    "target_parameters": "adapters of parameters, such as experts in one tensor",
     "alora_invocation_tokens": "an adapter that begins within the prompt (aLoRA)",
     "use_qalora": "QA-LoRA pools the inputs of a group",
     "use_bdlora": "block-diagonal matrices",
@@ -62,6 +62,7 @@ class LoraConfig:
     rank: int
     alpha: float
     target: str | tuple[str, ...]  # a regular expression of whole names, or suffixes of names
+    parameters: tuple[str, ...]  # suffixes of names of stacked experts (target_parameters)
     excluded: str | tuple[str, ...]
     layers: frozenset[int] | None  # numbers of the adapted layers; None: all
     layers_pattern: tuple[str, ...]  # names of lists of layers; (): any
@@ -92,11 +93,14 @@ class LoraConfig:
             )
         _check_refused(config, source)
         rank = _rank(f"{source} r", config.get("r", 8))
+        parameters = _parameters(source, config.get("target_parameters"))
+        targets = config.get("target_modules")
         return cls(
             source=source,
             rank=rank,
             alpha=_number(f"{source} lora_alpha", config.get("lora_alpha", 8)),
-            target=_names(f"{source} target_modules", config.get("target_modules"), needed=True),
+            target=_names(f"{source} target_modules", targets, needed=not parameters),
+            parameters=parameters,
             excluded=_names(f"{source} exclude_modules", config.get("exclude_modules")),
             layers=_layers(source, config.get("layers_to_transform")),
             layers_pattern=_layers_pattern(source, config.get("layers_pattern")),
@@ -127,6 +131,10 @@ class LoraConfig:
         if self.layers is None or isinstance(self.target, str) or module in self.target:
             return True
         return self._layer_of(module) in self.layers
+
+    def adapts_parameter(self, name: str) -> bool:
+        """Return True if the file says that a stack of experts is adapted."""
+        return any(name == each or name.endswith(f".{each}") for each in self.parameters)
 
     def _layer_of(self, module: str) -> int | None:
         """Return the layer of a module: the first number after the name of a list of layers."""
@@ -233,6 +241,19 @@ def _names(subject: str, value: Any, needed: bool = False) -> str | tuple[str, .
     raise CheckpointError(
         subject, f"expected names or an expression, found {value!r:.100}", SAVE_AGAIN
     )
+
+
+def _parameters(source: str, value: Any) -> tuple[str, ...]:
+    names = _names(f"{source} target_parameters", value or None)
+    names = (names,) if isinstance(names, str) else names
+    for name in names:
+        if name.rpartition(".")[2] not in PARAMETERS:
+            raise CheckpointError(
+                f"{source} target_parameters",
+                f"expected {', '.join(PARAMETERS)} of experts, found {name!r:.100}; not supported",
+                MERGE,
+            )
+    return names
 
 
 def _layers(source: str, value: Any) -> frozenset[int] | None:

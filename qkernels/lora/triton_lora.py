@@ -24,6 +24,7 @@ from qkernels.lora.config import (
     shrink_config,
     whole_blocks,
 )
+from qkernels.lora.own_rows import own_slot
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
@@ -171,22 +172,12 @@ def lora_expand_(
 
 @triton.jit
 def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
-    """Return (the tile's rows, mask of the rows of this block's adapter, the adapter's slot).
-
-    Slot -1: the block has nothing to do. BY_ROW: a block belongs to a row, and works only if this
-    is its adapter's first row in the tile; otherwise a block belongs to a slot.
-    """
+    """Return (the tile's rows, mask of the rows of this block's adapter, the adapter's slot)."""
     owner = tl.program_id(2)
     row = tl.arange(0, BM)
     t = tl.program_id(0) * BM + row
     slots = tl.load(slots_ptr + t, mask=t < T, other=-1)
-    slot = owner
-    if BY_ROW:
-        slot = tl.max(tl.where(row == owner, slots, -1), 0)
-        before = tl.sum(((slots == slot) & (row < owner)).to(tl.int32), 0)
-        slot = tl.where(before > 0, -1, slot)
-    own = (slots == slot) & (slots >= 0)
-    slot = tl.where(tl.sum(own.to(tl.int32), 0) > 0, slot, -1)
+    own, slot = own_slot(slots, row, owner, BY_ROW)
     return t, own, slot
 
 

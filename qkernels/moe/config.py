@@ -105,7 +105,12 @@ def sort_chunk(pairs: int) -> int:
 
 def num_blocks(config: ExpertsConfig, pairs: int, num_experts: int) -> int:
     """Return an upper bound of the blocks of pairs, for any choice of experts."""
-    return (pairs + min(num_experts, pairs) * (config.block_m - 1)) // config.block_m
+    return tiles_of_pairs(pairs, num_experts, config.block_m)
+
+
+def tiles_of_pairs(pairs: int, num_experts: int, block_m: int) -> int:
+    """Return an upper bound of the tiles of pairs of one expert, for any choice of experts."""
+    return (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m
 
 
 def fits(hidden: int, inner: int, gated: bool) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
+from qkernels.moe.adapted.weights import ExpertAdapters
 from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import ExpertsProblem, ExpertWeights, PreparedExperts, shape_of, spec_of
 from qkernels.moe.routing import Routes, Routing
@@ -156,12 +157,14 @@ def experts(
     prepared: PreparedExperts,
     plan: ExpertsPlan | None = None,
     shared_MC: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> LinearOutput:
     """Return the weighted sum over each token's experts, plus `shared_MC` if given: [M, C].
 
     An expert computes down(glu(gate_up(x))); the sum is weighted by `routes.weights_Mk`. Experts
     on other ranks (ExpertWeights.routed_experts) add nothing and cost nothing. With a plan whose
-    output is "parts", the result is partial sums for the next norm.
+    output is "parts", the result is partial sums for the next norm. `adapters` adds the LoRA
+    adapters of the tokens to both products, in portable kernels and without a plan.
     """
     problem = prepared.problem
     check_tensor("experts x", x_MC, (None, problem.hidden), (problem.dtype,), x_MC)
@@ -172,8 +175,27 @@ def experts(
     )
     if shared_MC is not None:
         check_tensor("experts shared", shared_MC, (M, problem.hidden), (problem.dtype,), x_MC)
+    if adapters is not None:
+        _check_adapters(adapters, problem, M, x_MC)
     if M == 0:
         return torch.empty_like(x_MC)
-    plan = plan or plan_experts(prepared, M)
+    if adapters is None:
+        plan = plan or plan_experts(prepared, M)
     module = dispatch.module_of(EXPERTS, problem.kernel)
-    return module.experts(x_MC.contiguous(), routes, prepared, plan, shared_MC)
+    return module.experts(x_MC.contiguous(), routes, prepared, plan, shared_MC, adapters)
+
+
+def _check_adapters(
+    adapters: ExpertAdapters, problem: ExpertsProblem, M: int, x_MC: torch.Tensor
+) -> None:
+    check_tensor("experts adapters slots", adapters.slots_M, (M,), (torch.int32,), x_MC)
+    E, outputs = problem.num_experts, problem.inner * (2 if problem.gated else 1)
+    for name, lora, N, K in (
+        ("gate_up", adapters.gate_up, outputs, problem.hidden),
+        ("down", adapters.down, problem.hidden, problem.inner),
+    ):
+        slices = 2 if name == "gate_up" and problem.gated else 1
+        a_shape = (None, None, E, slices, K)
+        check_tensor(f"experts adapters {name} A", lora.a_LRESK, a_shape, (problem.dtype,), x_MC)
+        b_shape = (lora.num_slots, lora.max_rank, E, N)
+        check_tensor(f"experts adapters {name} B", lora.b_LREN, b_shape, (problem.dtype,), x_MC)

@@ -3,12 +3,16 @@
 Legend: M tokens, E experts, k experts per token, C hidden size, I inner size.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.linear.ops import linear, prepare_weight
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.adapted.reference import add_term
+from qkernels.moe.adapted.weights import ExpertAdapters
 from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import (
     ExpertList,
@@ -176,14 +180,23 @@ def experts(
     prepared: PreparedExperts,
     plan: ExpertsPlan | None = None,
     shared_MC: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Reference of ops.experts, one expert at a time.
 
     It waits for the device, so a CUDA graph cannot capture it.
     """
     if parse_choice(prepared.problem.requested).only == FIXED_ORDER and x_MC.shape[0] > 1:
-        rows = zip(x_MC.split(1), routes.ids_Mk.split(1), routes.weights_Mk.split(1), strict=True)
-        out_MC = torch.cat([experts(x, Routes(*of_row), prepared) for x, *of_row in rows])
+        rows = [
+            experts(
+                x_MC[m : m + 1],
+                Routes(*(each[m : m + 1] for each in routes)),
+                prepared,
+                adapters=adapters and replace(adapters, slots_M=adapters.slots_M[m : m + 1]),
+            )
+            for m in range(x_MC.shape[0])
+        ]
+        out_MC = torch.cat(rows)
         return out_MC if shared_MC is None else out_MC + shared_MC
     ids_Mk, weights_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
@@ -191,8 +204,15 @@ def experts(
         if expert == prepared.problem.num_experts:  # on another rank
             continue
         token, choice = (ids_Mk == expert).nonzero(as_tuple=True)
-        hidden = glu(_product(x_MC[token], prepared.gate_up, expert), prepared.glu)
-        out = _product(hidden, prepared.down, expert).float()
+        x, slots = x_MC[token], None if adapters is None else adapters.slots_M[token]
+        product = _product(x, prepared.gate_up, expert)
+        if adapters is not None:
+            product = add_term(product, x, slots, expert, adapters.gate_up)
+        hidden = glu(product, prepared.glu)
+        out = _product(hidden, prepared.down, expert)
+        if adapters is not None:
+            out = add_term(out, hidden, slots, expert, adapters.down)
+        out = out.float()
         total_MC.index_add_(0, token, out * weights_Mk[token, choice, None])
     out_MC = total_MC.to(x_MC.dtype)
     return out_MC if shared_MC is None else out_MC + shared_MC

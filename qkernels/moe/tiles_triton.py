@@ -77,6 +77,33 @@ def clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN: tl.constexpr, 
 
 
 @triton.jit
+def activated(gate, up, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """Return the activated gate times up, float32, for rounded products gate and up.
+
+    Rounds the activation to DTYPE, as torch does.
+    """
+    if TILE.limit > 0:
+        if not TILE.cut_after:
+            gate = tl.minimum(gate, TILE.limit)
+        up = tl.minimum(tl.maximum(up, -TILE.limit), TILE.limit)
+    argument = TILE.alpha * gate
+    if TILE.gelu:
+        # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    act = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
+    if TILE.cut_after:
+        act = tl.where(act > TILE.limit, TILE.limit, act)  # propagates NaN
+    return act * (up + TILE.offset)
+
+
+@triton.jit
+def squared(x):
+    """Return the square of ReLU. Propagates NaN."""
+    positive = tl.where(x < 0, 0.0, x)
+    return positive * positive
+
+
+@triton.jit
 def store_pairs(
     sums,  # float32 [BN, BM]
     y_ptr,
@@ -101,27 +128,14 @@ def store_pairs(
         # rounds where torch rounds: the product, the activation, and their product
         rounded = sums.to(DTYPE).to(tl.float32).reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1)
         gate, up = tl.split(rounded)
-        if TILE.limit > 0:
-            if not TILE.cut_after:
-                gate = tl.minimum(gate, TILE.limit)
-            up = tl.minimum(tl.maximum(up, -TILE.limit), TILE.limit)
-        argument = TILE.alpha * gate
-        if TILE.gelu:
-            # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (gate + 0.044715 gate^3)
-            argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        act = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
-        if TILE.cut_after:
-            act = tl.where(act > TILE.limit, TILE.limit, act)  # propagates NaN
-        y = (act * (up + TILE.offset)).reshape(BN // 2, BM)
+        y = activated(gate, up, DTYPE, TILE).reshape(BN // 2, BM)
         n = tile_n * (BN // 2) + tl.arange(0, BN // 2)
         y_ptrs = y_ptr + pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]
         tl.store(y_ptrs, y.to(DTYPE), mask=valid[None, :])
     else:
         if TILE.relu2:
             # rounds the product as torch does; the square is rounded when it is stored
-            rounded = sums.to(DTYPE).to(tl.float32)
-            positive = tl.where(rounded < 0, 0.0, rounded)  # propagates NaN
-            sums = positive * positive
+            sums = squared(sums.to(DTYPE).to(tl.float32))
         if TILE.weighted:
             share = tl.load(weights_ptr + pair, mask=valid, other=0.0)
             sums = sums * share[None, :]

@@ -13,6 +13,7 @@ from qkernels.choice import parse_choice
 from qkernels.gpu.config import power_of_two
 from qkernels.gpu.device import has_pdl, uses_ptx
 from qkernels.gpu.launch import launch, on_device
+from qkernels.moe.adapted.weights import ExpertAdapters
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan, num_blocks
 from qkernels.moe.experts import (
     ExpertsProblem,
@@ -100,11 +101,16 @@ def experts(
     x_MC: torch.Tensor,
     routes: Routes,
     prepared: PreparedExperts,
-    plan: ExpertsPlan,
+    plan: ExpertsPlan | None,
     shared_MC: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> LinearOutput:
     """Implement ops.experts."""
     (M, C), problem = x_MC.shape, prepared.problem
+    if adapters is not None:
+        from qkernels.moe.adapted import triton_adapted
+
+        return triton_adapted.experts(x_MC, routes, prepared, adapters, shared_MC)
     ids_Mk, weights_Mk = routes.ids_Mk.contiguous(), routes.weights_Mk.contiguous()
     k, E = ids_Mk.shape[1], problem.num_experts
     if plan.variant == "sm90_few_tokens":
@@ -117,20 +123,20 @@ def experts(
     common = {"top_k": k, "pairs": few, "experts": power_of_two(E), "partial": problem.is_partial}
     with on_device(x_MC):
         hidden_PI = x_MC.new_empty(M * k, problem.inner)
-        tile = ExpertsTile(**common, **_constants(prepared.glu))
-        _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, weights_Mk, hidden_PI, tile)
+        tile = ExpertsTile(**common, **activation_constants(prepared.glu))
+        run_product(x_MC, k, prepared.gate_up, plan.gate_up, lists, weights_Mk, hidden_PI, tile)
         if plan.output == "parts":
             parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
             if problem.is_partial and not few:
                 parts.zero_()  # no block writes the pairs of experts of other ranks
             tile = ExpertsTile(parts=True, weighted=True, **common)
-            _product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, parts, tile)
+            run_product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, parts, tile)
             if shared_MC is not None:
                 parts[-1].copy_(shared_MC)
             return SplitKPartials(parts=parts, dtype=x_MC.dtype)
         y_PC = x_MC.new_empty(M * k, C)
         tile = ExpertsTile(weighted=True, **common)
-        _product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, y_PC, tile)
+        run_product(hidden_PI, 1, prepared.down, plan.down, lists, weights_Mk, y_PC, tile)
         out_MC = torch.empty_like(x_MC)
         sum_pairs(y_PC, k, shared_MC, out_MC, *elsewhere)
     return out_MC
@@ -179,7 +185,7 @@ def _empty_parts(x_MC: torch.Tensor, count: int, shared_MC: torch.Tensor | None)
     return torch.empty((count, *x_MC.shape), dtype=torch.float32, device=x_MC.device)
 
 
-def _constants(glu: Glu) -> dict[str, float]:
+def activation_constants(glu: Glu) -> dict[str, float]:
     """Return the activation constants of the first product."""
     if not glu.gated:
         return {"relu2": True}
@@ -189,7 +195,7 @@ def _constants(glu: Glu) -> dict[str, float]:
     return {"glu": True, **numbers, "cut_after": glu.cut_after}
 
 
-def _product(
+def run_product(
     x: torch.Tensor,
     row_pairs: int,
     weight: ExpertStack,

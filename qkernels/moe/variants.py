@@ -110,7 +110,17 @@ def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     portable = layer.spec is not None and (has_fp4(layer.spec) or is_in_groups(layer.spec))
     refused = portable or _refuses_few_tokens(layer)
     of_sm90 = None if refused else _few_tokens(layer, M)
-    plan = of_sm90 or _few(layer, M) or _sorted(layer, M)
+    if of_sm90 is None:
+        return adapted_plan(layer, M)
+    return replace(of_sm90, down=replace(of_sm90.down, split=1), output="sum")
+
+
+def adapted_plan(layer: Layer, M: int) -> ExpertsPlan:
+    """Return the plan of a step with adapters of experts: portable kernels without split-K.
+
+    Their results are added to before the activation and before the sum over experts.
+    """
+    plan = _few(layer, M) or _sorted(layer, M)
     return replace(plan, down=replace(plan.down, split=1), output="sum")
 
 

@@ -71,6 +71,7 @@ class EngineOwner(ABC):
         lora_modules: Sequence[str] = (),
         max_loras: int = 4,
         max_lora_rank: int = 16,
+        lora_experts: bool = False,
         max_cpu_loras: int | None = None,
         speculative_config: str | dict[str, Any] | None = None,
         spec_acceptance: Literal["exact", "rejection", "typical"] = "exact",

@@ -17,6 +17,7 @@ from formats.architecture.projection import Projection
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_rows
 from formats.peft.lora import LoraAdapter, adapted_projections, adapted_shapes
+from formats.peft.routed_experts import StackedExperts, expert_shapes, layers_with_experts
 from qkernels.lora.config import MAX_SLICES
 from qkernels.lora.weights import TABLE_COLUMNS
 from qserve.model.model_config import ModelConfig
@@ -37,6 +38,14 @@ class Place:
     inputs: int
     a: int  # offset of the A matrices, S K elements
     b: int  # offset of the B matrices, one element per output
+    # Number of routed experts that this rank holds; `modules` and `parts` are then those of expert
+    # after expert, and so are the matrices. None: not of experts
+    experts: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset of the end."""
+        return self.b + (self.experts or 1) * sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +69,34 @@ class AdapterLayout:
         config: ModelConfig,
         parts: Mapping[str, LinearPart] | None = None,
         layers: Sequence[int] | None = None,
+        experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Create the layout of a rank.
 
         `config`: of the whole model. `parts`: this rank's shard of each sharded linear.
-        `layers`: the layers of this rank. None: all.
+        `layers`: the layers of this rank. None: all. `experts`: this rank's routed experts in each
+        layer that has experts. None: they take no adapters.
         """
         layers = range(config.num_layers) if layers is None else layers
-        self.places = tuple(_places(config, parts or {}, layers))
-        last = self.places[-1]
-        self.piece = _aligned(last.b + sum(last.sizes))  # elements of one piece
+        places = list(_places(config, parts or {}, layers))
         self.family = config.family
         self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
+        self.stacked: StackedExperts | None = None
+        if experts is not None:
+            of_experts = expert_shapes(config.family, config.values)
+            if not of_experts:
+                raise InputError(
+                    "--lora-experts",
+                    f"does not work with {config.family.architecture}, which has no routed experts"
+                    " that take adapters",
+                    "remove it",
+                )
+            self.shapes |= of_experts
+            self.stacked = StackedExperts(config.family, config.values)
+            at = _aligned(places[-1].end) if places else 0
+            places += _expert_places(config, parts or {}, layers, experts, at)
+        self.places = tuple(places)
+        self.piece = _aligned(places[-1].end)  # elements of one piece
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:
         """Copy an adapter to the host. `pinned`: in pinned memory, for a GPU.
@@ -83,22 +108,28 @@ class AdapterLayout:
         ranks = torch.zeros(tables, dtype=torch.int32, pin_memory=pinned)
         scales = torch.zeros(tables, dtype=torch.float32, pin_memory=pinned)
         for number, place in enumerate(self.places):
-            column = place.b
-            for s, (module, part, size) in enumerate(
-                zip(place.modules, place.parts, place.sizes, strict=True)
-            ):
-                pair = adapter.pairs.get(module)
+            column, S = place.b, len(place.sizes)
+            for s in range(S):
+                of_slice = [adapter.pairs.get(module) for module in place.modules[s::S]]
+                found = [pair for pair in of_slice if pair is not None]
+                if found:
+                    ranks[number, s] = max(pair.rank for pair in found)
+                    scales[number, s] = max((pair.scale for pair in found), key=abs)
+            for at, (module, part) in enumerate(zip(place.modules, place.parts, strict=True)):
+                pair, s = adapter.pairs.get(module), at % S
                 if pair is not None:
-                    start = place.a + s * place.inputs
+                    start = place.a + at * place.inputs
                     a_rK, b_Nr = pair.a_rK, pair.b_Nr
                     if part.inputs is not None:
                         a_rK = take_rows(a_rK, part.inputs, 1)
                     if part.rows is not None:
                         b_Nr = take_rows(b_Nr, part.rows)
+                    scale = scales[number, s].item()
+                    if place.experts is not None and scale:  # experts have one scale
+                        b_Nr = b_Nr.float() * (pair.scale / scale)
                     pieces[: pair.rank, start : start + place.inputs] = a_rK
-                    pieces[: pair.rank, column : column + size] = b_Nr.T
-                    ranks[number, s], scales[number, s] = pair.rank, pair.scale
-                column += size
+                    pieces[: pair.rank, column : column + place.sizes[s]] = b_Nr.T
+                column += place.sizes[s]
         if not pieces.isfinite().all():
             raise CheckpointError(
                 adapter.folder, f"has values beyond the range of {dtype}", "use --dtype bfloat16"
@@ -150,6 +181,47 @@ def _places(
             b=b,
         )
         at = _aligned(b + sum(outputs))
+
+
+def _expert_places(
+    config: ModelConfig,
+    parts: Mapping[str, LinearPart],
+    layers: Sequence[int],
+    experts: Mapping[int, Sequence[int]],
+    at: int,
+) -> Iterator[Place]:
+    """Yield the places of routed experts: gate and up of a layer's experts, then down."""
+    sizes, whole = config.sizes, LinearPart()
+    for each in layers_with_experts(config.family, config.values):
+        if each.layer not in layers:
+            continue
+        here = experts[each.layer]
+        for place in range(2):
+            projections = [each.experts[number][place] for number in here]
+            linears = projections[0].linears
+            modules = tuple(
+                f"{each.prefix}.{linear.name}" for own in projections for linear in own.linears
+            )
+            ours = tuple(parts.get(module, whole) for module in modules)
+            outputs = tuple(
+                _count(part.rows, sum(sizes[name] for name in linear.outputs))
+                for linear, part in zip(linears, ours, strict=False)
+            )
+            inputs = _count(ours[0].inputs, sizes[linears[0].inputs])
+            b = _aligned(at + len(modules) * inputs)
+            found = Place(
+                layer=each.layer,
+                projection=projections[0],
+                modules=modules,
+                parts=ours,
+                sizes=outputs,
+                inputs=inputs,
+                a=at,
+                b=b,
+                experts=len(here),
+            )
+            yield found
+            at = _aligned(found.end)
 
 
 def _count(rows: Rows | None, total: int) -> int:

@@ -35,7 +35,12 @@ class RankAdapters:
         """
         layout, max_rank = self.memory.layout, self.memory.max_rank
         found = read_adapter(
-            path, layout.shapes, family=layout.family, max_rank=max_rank, is_wanted=is_wanted
+            path,
+            layout.shapes,
+            family=layout.family,
+            stacked=layout.stacked,
+            max_rank=max_rank,
+            is_wanted=is_wanted,
         )
         digest = adapter_digest(found)
         if self._factors is not None:

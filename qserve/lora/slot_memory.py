@@ -9,9 +9,12 @@ import torch
 
 from formats.errors import InputError
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
+from qkernels.moe.adapted.weights import ExpertLora
+from qkernels.moe.experts import ExpertsProblem
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows
+from qserve.model.blocks.moe import ExpertSlots, MoeMlp
 from qserve.model.decoder import Decoder
 
 
@@ -37,8 +40,12 @@ class SlotMemory:
         tables = (num_slots, len(layout.places), TABLE_COLUMNS)
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
+        self.experts: list[ExpertsProblem] = []  # experts with adapters, for the warm-up
         for number, place in enumerate(layout.places):
-            self._adapt(decoder, place, self._weights(number, place))
+            if place.experts is None:
+                self._adapt(decoder, place, self._weights(number, place))
+            else:
+                self._adapt_experts(decoder, place, self._expert_lora(number, place))
 
     def _adapt(self, decoder: Decoder, place: Place, weights: LoraWeights) -> None:
         """Add the adapters of one projection to the block that runs it.
@@ -67,6 +74,15 @@ class SlotMemory:
         owner, name = _owner_of(layer, base)
         setattr(owner, name, adapted)
 
+    def _adapt_experts(self, decoder: Decoder, place: Place, lora: ExpertLora) -> None:
+        """Add the adapters of one of the two products of a layer's experts."""
+        layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
+        (block,) = (module for module in layer.modules() if isinstance(module, MoeMlp))
+        if block.adapters is None:
+            block.adapters = ExpertSlots(self.rows)
+            self.experts.append(block.experts.problem)
+        block.adapters.add(lora)
+
     @property
     def max_rank(self) -> int:
         return self.memory.shape[1]
@@ -77,8 +93,10 @@ class SlotMemory:
 
     @property
     def weights(self) -> Iterator[LoraWeights]:
-        """The adapter matrices of each linear."""
-        return (self._weights(number, place) for number, place in enumerate(self.layout.places))
+        """The adapter matrices of each linear that is not of experts."""
+        for number, place in enumerate(self.layout.places):
+            if place.experts is None:
+                yield self._weights(number, place)
 
     @torch.inference_mode()
     def place(self, slot: int, adapter: PackedAdapter) -> None:
@@ -95,6 +113,19 @@ class SlotMemory:
         return LoraWeights(
             a_LRSK=self.memory.as_strided((L, R, S, K), (*of_rank, K, 1), place.a),
             b_LRN=self.memory.as_strided((L, R, N), (*of_rank, 1), place.b),
+            ranks_LS=self._ranks[:, number],
+            scales_LS=self._scales[:, number],
+            sizes=place.sizes,
+        )
+
+    def _expert_lora(self, number: int, place: Place) -> ExpertLora:
+        """Return views of one product of experts in all slots."""
+        L, R, piece = self.memory.shape
+        E, S, K, N = place.experts, len(place.sizes), place.inputs, sum(place.sizes)
+        slot = (R * piece, piece)
+        return ExpertLora(
+            a_LRESK=self.memory.as_strided((L, R, E, S, K), (*slot, S * K, K, 1), place.a),
+            b_LREN=self.memory.as_strided((L, R, E, N), (*slot, N, 1), place.b),
             ranks_LS=self._ranks[:, number],
             scales_LS=self._scales[:, number],
             sizes=place.sizes,

@@ -66,6 +66,8 @@ class Decoder(torch.nn.Module):
         self.parts: Mapping[str, LinearPart] = {}
         # name of a linear of a layer -> the Linear that runs it; set by the loader
         self.linears: Mapping[str, Linear] = {}
+        # layer -> numbers of the routed experts on this rank; set by the loader
+        self.local_experts: Mapping[int, tuple[int, ...]] = {}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,10 +1,14 @@
 """Random experts of a layer, and a run of their kernels, for tests."""
 
+from dataclasses import replace
+
 import torch
 
 from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.scheme import Scheme
 from qkernels import ops, reference
+from qkernels.lora.weights import TABLE_COLUMNS
+from qkernels.moe.adapted.weights import ExpertLora
 from qkernels.moe.experts import ExpertWeights, shape_of
 from qkernels.moe.routing import Glu, Routing
 
@@ -59,3 +63,63 @@ def run(weights, M, dtype, device, plan=None, shared=False):
     got = ops.experts(x, routes, prepared, plan, extra)
     plain = reference.prepare_experts(weights, dtype, device)
     return got, reference.experts(x, routes, plain, None, extra)
+
+
+def expert_lora(ranks, E, K, sizes, dtype, device, *, max_rank, seed=0):
+    """Adapters of one product of E experts. `ranks`: of each slot one for each of `sizes`.
+
+    As on the device, rank j of all experts is adjacent. Elements beyond the ranks are NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    L, S, N = len(ranks), len(sizes), sum(sizes)
+    piece = E * S * K + E * N + 16
+    memory = torch.randn(L, max_rank, piece, generator=generator) / K**0.5
+    table = torch.zeros(L, TABLE_COLUMNS, dtype=torch.int32)
+    scales = torch.zeros(L, TABLE_COLUMNS)
+
+    def views(memory):
+        slot = (max_rank * piece, piece)
+        a_LRESK = memory.as_strided((L, max_rank, E, S, K), (*slot, S * K, K, 1))
+        return a_LRESK, memory.as_strided((L, max_rank, E, N), (*slot, N, 1), E * S * K)
+
+    a_LRESK, b_LREN = views(memory)
+    for slot, of_slices in enumerate(ranks):
+        for s, rank in enumerate(of_slices):
+            table[slot, s], scales[slot, s] = rank, 0.5 + slot + s
+            a_LRESK[slot, rank:, :, s] = float("nan")
+            b_LREN[slot, rank:, :, sum(sizes[:s]) : sum(sizes[: s + 1])] = float("nan")
+    a_LRESK, b_LREN = views(memory.to(device, dtype))
+    return ExpertLora(
+        a_LRESK=a_LRESK,
+        b_LREN=b_LREN,
+        ranks_LS=table.to(device),
+        scales_LS=scales.to(device),
+        sizes=tuple(sizes),
+    )
+
+
+def merged_experts(weights: ExpertWeights, gate_up, down, slot: int) -> ExpertWeights:
+    """Float64 experts with the adapter of a slot in their weights. Slot -1: without one."""
+
+    def dense(matrix):
+        return matrix.double() if isinstance(matrix, torch.Tensor) else matrix.dequantize().double()
+
+    def delta(lora, e):
+        parts, start = [], 0
+        for s, size in enumerate(lora.sizes):
+            rank = int(lora.ranks_LS[slot, s])
+            a = lora.a_LRESK[slot, :rank, e, s].cpu().double()
+            b = lora.b_LREN[slot, :rank, e, start : start + size].cpu().double()
+            parts.append(float(lora.scales_LS[slot, s]) * b.T @ a)
+            start += size
+        return torch.cat(parts)
+
+    found = {}
+    for name, lora in (("gate_up", gate_up), ("down", down)):
+        matrices = [dense(each) for each in getattr(weights, name)]
+        if slot >= 0:
+            matrices = [w + delta(lora, e) for e, w in enumerate(matrices)]
+        found[name] = matrices
+        bias = getattr(weights, f"{name}_bias_EN")
+        found[f"{name}_bias_EN"] = None if bias is None else bias.double()
+    return replace(weights, **found)

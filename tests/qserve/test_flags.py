@@ -75,7 +75,7 @@ ENGINE_FLAGS = {
     "--no-enable-prefix-caching",
     "--kv-offload-gb",
     "--enable-lora",
-    *("--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
+    *("--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-experts"),
     "--kv-transfer-config",
     "--scheduling-policy",
     "--prefill-batch-size",

@@ -22,7 +22,8 @@ from qserve.parallel.expert_placement import LINEAR, ROUND_ROBIN
 SETTINGS = (
     *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
-    *("quantization_config", "spec_acceptance", "enable_lora", "enable_expert_parallel"),
+    *("quantization_config", "spec_acceptance", "enable_lora", "lora_experts"),
+    "enable_expert_parallel",
     *("prefill_context_parallel_size", "prefill_context_parallel_min_tokens"),
     *("mm_encoder_quantization", "lm_head_quantization"),
 )

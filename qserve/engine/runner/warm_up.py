@@ -12,7 +12,7 @@ import numpy as np
 from qkernels.gpu.device import sm_count
 from qkernels.lora import config as lora
 from qkernels.lora.weights import NO_ADAPTER
-from qkernels.warm_up import row_boundaries
+from qkernels.warm_up import adapted_expert_boundaries, row_boundaries
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.step_input import StepInput
 from qserve.lora.slot_memory import SlotMemory
@@ -47,6 +47,7 @@ def warm_up_shapes(
         for kind in kinds:
             fixed = adapters.fixed_order
             rows |= set(lora.row_boundaries(max_tokens, *kind, fixed_order=fixed))
+        rows |= set(adapted_expert_boundaries(adapters.experts, max_tokens))
         yield from ((1, count, count) for count in sorted(rows))
     of_products = row_boundaries(decoder.products(), max_tokens, sms)
     for rows in sorted({*of_products, *(rows for rows in sums if rows <= max_tokens)}):

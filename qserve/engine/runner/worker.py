@@ -131,7 +131,12 @@ class Worker:
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,
-                    AdapterLayout(model, decoder.parts, decoder.layer_numbers),
+                    AdapterLayout(
+                        model,
+                        decoder.parts,
+                        decoder.layer_numbers,
+                        decoder.local_experts if config.lora_experts else None,
+                    ),
                     num_slots=config.max_loras,
                     max_rank=config.max_lora_rank,
                     fixed_order=config.batch_invariant,
@@ -263,6 +268,9 @@ class Worker:
         if memory is not None:
             return num_pages_in(memory, self.runner, flag, max_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
+        if self.runner.adapters is not None:  # such steps take more memory
+            largest_step = with_adapters(largest_step)
+            graph_step = graph_step and with_adapters(graph_step)
         with phase("Measuring a largest step"), explain_out_of_memory("measuring it", LESS_MEMORY):
             return num_pages_on_gpu(self.runner, largest_step, graph_step, max_pages)
 

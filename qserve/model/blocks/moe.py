@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
+from qkernels.moe.adapted.weights import ExpertAdapters, ExpertLora
 from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import TINY, Routes, Routing
 from qkernels.operands.forms import LinearInput
@@ -16,6 +17,7 @@ from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.gates import repeated
 from qserve.model.blocks.linear import (
     FLOAT_PLAN,
+    AdaptedRows,
     FloatLinear,
     Linear,
     LinearPlan,
@@ -123,6 +125,25 @@ class SharedExpert(torch.nn.Module):
         return torch.sigmoid(share_T1) * out_TC
 
 
+class ExpertSlots:
+    """Adapter slots of a layer's experts."""
+
+    def __init__(self, rows: AdaptedRows) -> None:
+        self.rows = rows
+        self._products: list[ExpertLora] = []
+
+    def add(self, lora: ExpertLora) -> None:
+        """Add the adapters of gate_up, then of down."""
+        self._products.append(lora)
+
+    def of_step(self) -> ExpertAdapters | None:
+        """Return the adapters of the running step's rows; None: no row has one."""
+        if self.rows.slots_T is None:
+            return None
+        gate_up, down = self._products
+        return ExpertAdapters(gate_up=gate_up, down=down, slots_M=self.rows.slots_T)
+
+
 class MoeMlp(torch.nn.Module):
     """Sum over a token's experts of routing weight * down(activation(gate(x)) * up(x))."""
 
@@ -147,6 +168,7 @@ class MoeMlp(torch.nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.adapters: ExpertSlots | None = None  # set with --lora-experts
         self.register_buffer("numbers", numbers_E)
 
     def products(self) -> Iterator[Product]:
@@ -184,12 +206,14 @@ class MoeMlp(torch.nn.Module):
         if self.scales_inputs:
             x_TC = x_TC * routes.weights_Mk.to(x_TC.dtype)
             routes = routes._replace(weights_Mk=torch.ones_like(routes.weights_Mk))
+        adapters = None if self.adapters is None else self.adapters.of_step()
         if self.before is not None:
-            out_TC = ops.experts(applied(self.before, x_TC), routes, self.experts)
+            x_TC = applied(self.before, x_TC)
+            out_TC = ops.experts(x_TC, routes, self.experts, adapters=adapters)
             out_TC = applied(self.after, reduced(out_TC))
             out_TC = out_TC if shared_TC is None else out_TC + shared_TC
         else:
-            out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
+            out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC, adapters)
         if self.communicator is None:
             return out_TC
         return RankPartial(x=out_TC, communicator=self.communicator)

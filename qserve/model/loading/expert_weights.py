@@ -17,13 +17,14 @@ from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts, num_experts_key, stated_size
 from formats.codecs import mxfp4
 from formats.errors import CheckpointError, config_error
+from formats.in_memory.shards import Shard
 from formats.in_memory.slices import take_inputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
 from qserve.model.blocks.moe import Router, TableRouter
-from qserve.model.tp_plan import WHOLE, LinearShard
+from qserve.model.tp_plan import WHOLE, LinearPart, LinearShard
 
 ALWAYS = 1e9  # added to the scores of experts that every token uses
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
@@ -160,8 +161,9 @@ def expert_weights(
     limit = weights.config.limit(experts.limits_key, layer)
     glu = glu_of(experts, weights.config.activation, config, limit)
     E, here = routing.num_experts, weights.tp_plan.experts(layer)
+    weights.local_experts[layer] = tuple(range(E) if here is None else here)
     if experts.fused and not _are_apart(weights, prefix):
-        matrices = _fused(weights, f"{prefix}.{experts.stem}", E, here)
+        matrices = _fused(weights, prefix, E, here)
     else:
         matrices = {}
         weights.elsewhere |= _of_others(weights, prefix, here)
@@ -259,18 +261,23 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
             weights.source.input_order(full, shape) if weights.source.is_quantized(full) else None
         )
 
-    if weights.tp_plan.has_whole_experts:
+    if weights.tp_plan.is_whole or weights.tp_plan.has_whole_experts:
         return [WHOLE] * len(projection.linears)
     gate_up, down = _of_number(weights, number)
-    return [
-        weights.tp_plan.cut(
+    cuts = []
+    for linear in projection.linears:
+        cut = weights.tp_plan.cut(
             projection, linear, prefix, order_of, down if projection == gate_up else None
         )
-        for linear in projection.linears
-    ]
+        order_K = (
+            None if cut.columns is None else order_of(linear.name, weights.shape(linear.shape))
+        )
+        weights.parts[f"{prefix}.{linear.name}"] = LinearPart.of(cut, order_K)
+        cuts.append(cut)
+    return cuts
 
 
-def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[str, Any]:
+def _fused(weights: Any, prefix: str, E: int, here: Sequence[int] | None) -> dict[str, Any]:
     """Read experts from stacked tensors: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
 
     The even outputs of gate_up belong to gate. `here`: experts that this rank has whole; None: it
@@ -278,11 +285,14 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
     """
     C = weights.config.hidden_size
     tp_plan, down = weights.tp_plan, weights.family.experts.down
+    stem = f"{prefix}.{weights.family.experts.stem}"
     (inner,) = weights.shape(((down.inputs,),))
     ours, is_mxfp4 = slice(None), f"{stem}.down_proj_blocks" in weights.source
     divides = not tp_plan.is_whole and here is None
     if divides:
-        ours = slice(*tp_plan.features(stem, down.inputs, MXFP4 if is_mxfp4 else None))
+        shard = tp_plan.features(stem, down.inputs, MXFP4 if is_mxfp4 else None)
+        ours = slice(*shard)
+        weights.parts |= _parts(weights, prefix, shard)
     found: dict[str, Any] = {}
     for name, N, K in (("gate_up", 2 * inner, C), ("down", C, inner)):
         stored = f"{stem}.{name}_proj"
@@ -306,6 +316,17 @@ def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[
             whole_EKN = weights.tensor(stored, (E, K, N), here)
             order = order.to(whole_EKN.device)
             found[name] = [cut(whole_KN.t()[order]).contiguous() for whole_KN in whole_EKN]
+    return found
+
+
+def _parts(weights: Any, prefix: str, shard: Shard) -> dict[str, LinearPart]:
+    """Return the parts of all experts' linears on a rank that has a shard of the inner size."""
+    experts, found = weights.family.experts, {}
+    for number in range(num_experts(weights.config.values)):
+        for projection in (experts.gate_up.expert(number), experts.down.expert(number)):
+            is_down = projection.inputs == experts.down.inputs
+            part = LinearPart(inputs=(shard,)) if is_down else LinearPart(rows=(shard,))
+            found |= {f"{prefix}.{linear.name}": part for linear in projection.linears}
     return found
 
 

@@ -73,5 +73,6 @@ def load(
     decoder = families.build(config, weights)
     decoder.classifier = weights.classifier()
     decoder.parts, decoder.linears = weights.parts, weights.linears
+    decoder.local_experts = weights.local_experts
     weights.audit()
     return decoder

@@ -81,6 +81,8 @@ class Weights:
         self.parts: dict[str, LinearPart] = {}
         # Name of a linear of a layer -> the Linear that runs it. Filled as linears are created.
         self.linears: dict[str, Linear] = {}
+        # Layer -> numbers of the routed experts on this rank. Filled as layers are created.
+        self.local_experts: dict[int, tuple[int, ...]] = {}
         # Names of linears of experts on other ranks. Filled as layers are created.
         self.elsewhere: set[str] = set()
         self.tp_plan = tp_plan or TpPlan(config)

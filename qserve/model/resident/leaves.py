@@ -20,6 +20,7 @@ Leaf = tuple[str, Any]  # path, tensor or plain value
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, slice)
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = (ModelConfig, type)
+ADAPTERS = "adapters"  # attribute of blocks that have LoRA adapters: experts, latent attention
 # attributes of torch.nn.Module without weights, such as hooks
 _MODULE_STATE = frozenset(torch.nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
 
@@ -57,7 +58,7 @@ def _walk(path: str, value: Any, seen: set[int]) -> Iterator[Leaf]:
             if name in ("_parameters", "_buffers", "_modules"):
                 for own, held in each.items():
                     yield from _walk(_join(path, own), held, seen)
-            elif name not in _MODULE_STATE:
+            elif name not in _MODULE_STATE and name != ADAPTERS:
                 yield from _walk(_join(path, name), each, seen)
     elif is_dataclass(value):
         for each in fields(value):

@@ -103,7 +103,6 @@ NOT_NEUTRAL = {
     "fan_in_fan_out": True,
     "layer_replication": [[0, 2]],
     "trainable_token_indices": [3],
-    "target_parameters": ["experts.gate_up_proj"],
     "alora_invocation_tokens": [7],
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},

@@ -21,9 +21,9 @@ PROMPTS = [[3 + n, *range(20, 20 + 3 * n)] for n in range(12)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
 
-def make(folder, **settings):
+def make(folder, *, device="cuda", **settings):
     settings = {"enable_lora": True, "max_loras": 2, "num_gpu_blocks_override": 512, **settings}
-    return LLM(str(folder), device="cuda", max_num_seqs=16, **settings)
+    return LLM(str(folder), device=device, max_num_seqs=16, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`qserve merge`: the weights are base plus adapter, the rest is copied, quantized ones refused."""
 
+import json
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, DiskError
 from qserve import cli
 from qserve.lora.merge import merge_adapter
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_with_peft
 
 
 def test_merged_and_copied_weights(tiny_model, tmp_path, capsys):
@@ -53,6 +54,56 @@ def test_merge_equals_peft(tiny_model, tmp_path):
     ours = CheckpointReader(tmp_path / "merged")
     for name in ours.entries:
         torch.testing.assert_close(ours.get(name), theirs[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("qwen3_moe", "stacks"), ("gpt_oss", "stacks"), ("mixtral", "linears")),
+        pytest.param("qwen3_moe", "linears", marks=pytest.mark.exhaustive),
+        pytest.param("mixtral", "stacks", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_merged_experts_equal_peft(tiny_model, tmp_path, family, form):
+    """A file of stacks by PEFT, or one of each expert's linears. gpt-oss itself stores stacks."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model, folder = tiny_model(family), tmp_path / "a"
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    stacks = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    if form == "stacks":
+        theirs = write_with_peft(
+            base, folder, r=3, lora_alpha=4, target_modules=["q_proj"], target_parameters=stacks
+        )
+    else:
+        leaves = (
+            ["w1", "w2", "w3"] if family == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
+        )
+        ends = tuple(f".{leaf}" for leaf in leaves)
+        write_adapter(model, folder, rank=3, only=ends, experts=True, target_modules=leaves)
+        theirs = peft.PeftModel.from_pretrained(base, folder)
+    want = theirs.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(
+        merge_adapter(model, folder, tmp_path / "merged").target, dtype=torch.float32
+    ).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert found.keys() == want.keys()
+    changed = [name for name in found if not torch.equal(found[name], before[name])]
+    assert sum(".experts." in name for name in changed) == 6
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, want[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "moe_intermediate_size"])
+def test_merge_without_sizes_in_the_config(tiny_model, tmp_path, key):
+    """Adapters of other linears need no sizes of experts."""
+    model = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "a", only=["o_proj"])
+    config = json.loads((model / "config.json").read_text())
+    del config[key]
+    (model / "config.json").write_text(json.dumps(config))
+    assert merge_adapter(model, adapter, tmp_path / "merged").num_linears == 3
 
 
 def test_refused_merge_leaves_no_files(quantized_5m, docs_5m, tiny_model, tmp_path, capsys):

@@ -143,11 +143,13 @@ def test_deepseek_v2_routing_equals_transformers(method):
     torch.testing.assert_close(routes.weights_Mk.gather(1, own), want.gather(1, order))
 
 
-def test_mxfp4_experts_equal_dequantized(tiny_model, tmp_path):
-    """As gpt-oss is published; the same experts in float give the same logits."""
-    source = tiny_model("gpt_oss")
+def with_mxfp4_experts(source, folder, packed=None, numbers=None):
+    """A gpt-oss with random experts in MXFP4, as it is published.
+
+    `packed`, `numbers`: get its tensors of experts, and what these are in float.
+    """
     generator = torch.Generator().manual_seed(0)
-    packed, numbers = {}, {}
+    packed, numbers = {} if packed is None else packed, {} if numbers is None else numbers
 
     def quantize(state):
         for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -163,7 +165,13 @@ def test_mxfp4_experts_equal_dequantized(tiny_model, tmp_path):
     def config(value):
         value["quantization_config"] = {"quant_method": "mxfp4"}
 
-    folder = edited(source, tmp_path / "mxfp4", quantize, config)
+    return edited(source, folder, quantize, config)
+
+
+def test_mxfp4_experts_equal_dequantized(tiny_model, tmp_path):
+    """MXFP4 experts give the logits of equal experts in float."""
+    source, packed, numbers = tiny_model("gpt_oss"), {}, {}
+    folder = with_mxfp4_experts(source, tmp_path / "mxfp4", packed, numbers)
     plain = edited(source, tmp_path / "float", lambda state: state.update(numbers))
     assert len(numbers) == 6
     assert relative(logits(folder), logits(plain)) < 1e-5

@@ -12,10 +12,13 @@ exhaustive = pytest.mark.exhaustive
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 2}
 
 
-def make_adapters(folder, where, count=3):
+def make_adapters(folder, where, count=3, **options):
+    options = {"size": 1.0, **options}
     return [
         LoRARequest(
-            f"a{n}", n + 1, str(write_adapter(folder, where / f"{n}", rank=1 + n, seed=n, size=1.0))
+            f"a{n}",
+            n + 1,
+            str(write_adapter(folder, where / f"{n}", rank=1 + n, seed=n, **options)),
         )
         for n in range(count)
     ]
@@ -56,6 +59,32 @@ def test_adapters_are_sharded_over_ranks(tiny_model, tmp_path, many):
 )
 def test_families_and_stages(family, tensor, stages, tiny_model, tmp_path, many):
     assert_same(tiny_model(family), tmp_path, many, tensor, stages)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages", "whole"),
+    [
+        pytest.param("qwen3_moe", 2, 1, True),  # ranks have whole experts
+        pytest.param("gpt_oss", 2, 1, False),  # slices of all experts
+        *(
+            pytest.param(*case, marks=exhaustive)
+            for case in (
+                *(("qwen3_moe", 2, 1, False), ("gpt_oss", 2, 1, True), ("qwen2_moe", 2, 2, False)),
+                *(("deepseek_v3", 1, 2, False), ("nemotron_h_latent", 2, 1, True)),
+            )
+        ),
+    ],
+)
+def test_adapters_of_experts(family, tensor, stages, whole, tiny_model, tmp_path, many):
+    """Each rank has the adapters of its experts, or of its slices of them."""
+    folder, settings = tiny_model(family), {**LORA, "lora_experts": True, **SMALL}
+    loras = make_adapters(folder, tmp_path, experts=True, size=0.5)
+    prompts = make_prompts(6)
+    alone = start(folder, **settings)
+    several = many(folder, tensor, stages, **settings, enable_expert_parallel=whole)
+    want = adapted(alone, prompts, loras)
+    assert len({tuple(each) for each in adapted(alone, prompts[3:4] * 4, loras)}) == 4
+    assert adapted(several, prompts, loras) == want
 
 
 @exhaustive

@@ -35,7 +35,7 @@ Shape = tuple[int, int, int, int]
 
 
 @functools.lru_cache(maxsize=2)
-def _prepared(scheme: str | None, shape: Shape) -> PreparedExperts:
+def prepared_experts(scheme: str | None, shape: Shape) -> PreparedExperts:
     hidden, inner, _, _ = shape
 
     def matrix(N: int, K: int):
@@ -64,7 +64,7 @@ def experts(
     """The plan is that of all experts. `partial`: some are elsewhere. `requested`: a variant."""
     from qkernels.moe import triton_experts
 
-    prepared, k = _prepared(scheme, shape), shape[3]
+    prepared, k = prepared_experts(scheme, shape), shape[3]
     routes = Routes(torch.zeros(M, k, dtype=torch.int32), torch.ones(M, k))
     problem = dataclasses.replace(prepared.problem, routed_experts=shape[2], requested=requested)
     plan = triton_experts.plan(problem, M)

@@ -4,6 +4,7 @@ A call launches what the card would run: its default config, the kernels that ma
 reduction.
 """
 
+from tests.qkernels.compile.cases.adapted_experts import ADAPTED_EXPERTS
 from tests.qkernels.compile.cases.attention import ATTENTION
 from tests.qkernels.compile.cases.case import Case
 from tests.qkernels.compile.cases.drafts import DRAFTS
@@ -23,6 +24,7 @@ CASES: dict[str, Case] = {
     **EXPERTS,
     **STATES,
     **LORA,
+    **ADAPTED_EXPERTS,
     **DRAFTS,
     **RANKS,
 }

@@ -28,6 +28,8 @@ CASES = [
             *((family, {}) for family in sorted(TINY_FAMILIES)),
             ("qwen3", {"quantization": "fp8"}),
             *((family, {"lm_head_quantization": "w8a16"}) for family in ("llama", "qwen3")),
+            ("qwen3_moe", {"enable_lora": True, "lora_experts": True}),
+            ("deepseek_v3", {"enable_lora": True}),  # adapters of latents
         ]
     ),
 ]
