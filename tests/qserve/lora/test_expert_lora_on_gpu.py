@@ -61,14 +61,16 @@ def logprobs(llm, asked):
 def test_graphs_and_eager_steps_agree(model, tmp_path, loras, kind):
     """Steps with and without adapters have graphs of their own; slots are filled anew."""
     folder = model if kind == "float" else quantized(model, tmp_path / "quantized", kind)
-    settings = {"lora_experts": True, "dtype": "bfloat16"}
+    # Prefix hits would change the shapes of steps, and with them last bits of a tiny random model.
+    shared = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    settings = {"lora_experts": True, **shared}
     asked = [[*loras, None][n % 3] for n in range(len(PROMPTS))]
     eager, graphs = make(folder, enforce_eager=True, **settings), make(folder, **settings)
     assert any(key.has_adapters for key in graphs.engine.runner.graphs._keys)
     want, found = tokens(eager, asked), tokens(graphs, asked)
     same = [a[:8] == b[:8] for a, b in zip(want, found, strict=True)]
     assert sum(same) >= len(same) - 2
-    plain = make(folder, enable_lora=False, dtype="bfloat16")
+    plain = make(folder, enable_lora=False, **shared)
     assert tokens(graphs, None) == tokens(plain, None)
     few = make(folder, **{**settings, "max_loras": 1})
     for lora in loras:
