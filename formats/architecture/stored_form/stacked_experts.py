@@ -109,8 +109,8 @@ def _is_transposed(
 ) -> bool:
     """Return True if the file has a stack as [E, K, N].
 
-    Published files of Qwen3-VL-MoE do. transformers tells the two orders apart by the shapes, so a
-    stack of square matrices is [E, N, K].
+    Published files of Qwen3-VL-MoE do. transformers distinguishes the two orders by the shapes, so
+    a stack of square matrices is [E, N, K].
     """
     if not config.get(EITHER_ORDER):
         return experts.stacks_transposed

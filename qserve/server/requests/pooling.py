@@ -29,9 +29,17 @@ from qserve.server.requests.protocol import (
     check_request_id,
     read,
 )
-from qserve.server.requests.score_sides import Picture, Side, as_list, ranked_prompts, shown
+from qserve.server.requests.score_sides import (
+    Picture,
+    Side,
+    as_list,
+    not_empty,
+    only_texts,
+    ranked_prompts,
+    shortened,
+    shown,
+)
 from qserve.server.requests.served_model import ServedModel
-from qserve.text.tokenizer import REPLACEMENT
 
 MAX_INPUTS = 2048  # OpenAI's limit
 # vLLM's alternative names for the two texts of a score
@@ -63,12 +71,6 @@ def _inputs(value: Any) -> list[str | list[int]]:
     return value
 
 
-def _not_empty(value: str) -> str:
-    if not value:
-        raise field_error("expected a text that is not empty", "write one")
-    return value
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -85,7 +87,7 @@ def _top_n(value: int | None) -> int | None:
     return value
 
 
-Text = Annotated[str, AfterValidator(_not_empty)]
+Text = Annotated[str, AfterValidator(not_empty)]
 Sides = Annotated[list[Side], ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(as_list)]
 MaybeSides = Annotated[
     list[Side] | None, ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(as_list)
@@ -383,7 +385,7 @@ def _pairs_job(
         )
     params = scoring.score_params(config, model.tokenizer)
     if limit := request.max_tokens_per_doc:
-        pairs = [(query, _shortened(model, document, limit)) for query, document in pairs]
+        pairs = [(query, shortened(model, document, limit)) for query, document in pairs]
     if request.instruction is not None and (config.ranks_pairs or not config.is_reranker):
         kind = "this reranker takes none" if config.ranks_pairs else "this is an embedding model"
         raise ApiError(
@@ -396,7 +398,7 @@ def _pairs_job(
     if config.ranks_pairs:
         prompts, media = ranked_prompts(model, pairs, name)
     else:
-        texts = _only_texts(pairs, name)
+        texts = only_texts(pairs, name)
         if config.is_reranker:
             instruction = request.instruction or scoring.INSTRUCTION
             prompts = [scoring.pair_tokens(model.tokenizer, *pair, instruction) for pair in texts]
@@ -407,30 +409,6 @@ def _pairs_job(
             repeated["pairs"] = [[places[first], places[second]] for first, second in texts]
     job = _job(model, request, prompts, params, prefix, arrival, repeated)
     return replace(job, media=media) if any(media) else job
-
-
-def _only_texts(
-    pairs: list[tuple[str | Picture, str | Picture]], name: str
-) -> list[tuple[str, str]]:
-    """Return the pairs. Raises ApiError if one has an image."""
-    if any(isinstance(side, Picture) for pair in pairs for side in pair):
-        raise ApiError(
-            400,
-            f"{name}: this model scores texts only.",
-            "Send texts, or serve a reranker that takes images, such as jina-reranker-m0.",
-            name,
-        )
-    return [(str(first), str(second)) for first, second in pairs]
-
-
-def _shortened(model: ServedModel, text: str | Picture, limit: int) -> str | Picture:
-    """Return the text of the first `limit` tokens of a text; images are not changed."""
-    if isinstance(text, Picture):
-        return text
-    tokens = model.tokenizer.encode_plain(text)
-    if len(tokens) <= limit:
-        return text
-    return model.tokenizer.decode(tokens[:limit], False).rstrip(REPLACEMENT)
 
 
 def _embedder(model: ServedModel, request: PooledRequest) -> PoolingConfig:

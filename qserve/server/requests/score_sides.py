@@ -12,6 +12,7 @@ from qserve.server.requests.content_parts import IMAGE_FIELDS, image_part
 from qserve.server.requests.field_errors import field_error
 from qserve.server.requests.protocol import Body
 from qserve.server.requests.served_model import ServedModel
+from qserve.text.tokenizer import REPLACEMENT
 
 FORMS = 'expected a text, or an image as {"type": "image_url", "image_url": {"url": ...}}'
 
@@ -40,7 +41,8 @@ def _side_of(value: Any) -> Any:
     return {"image": value["image"]}
 
 
-def _not_empty(value: str | Picture) -> str | Picture:
+def not_empty(value: str | Picture) -> str | Picture:
+    """Return a side. Raises a validator's error if it has no text or no URL."""
     if not (value if isinstance(value, str) else value.image):
         raise field_error("expected a text that is not empty", "write one")
     return value
@@ -55,7 +57,7 @@ def as_list(value: Any) -> Any:
     return value["content"] if isinstance(value.get("content"), list) else [value]
 
 
-Side = Annotated[str | Picture, BeforeValidator(_side_of), AfterValidator(_not_empty)]
+Side = Annotated[str | Picture, BeforeValidator(_side_of), AfterValidator(not_empty)]
 
 
 def shown(side: str | Picture) -> dict[str, str]:
@@ -93,3 +95,27 @@ def ranked_prompts(
         prompts.append(ids)
         media.append(found)
     return prompts, media
+
+
+def only_texts(
+    pairs: list[tuple[str | Picture, str | Picture]], name: str
+) -> list[tuple[str, str]]:
+    """Return the pairs. Raises ApiError if one has an image."""
+    if any(isinstance(side, Picture) for pair in pairs for side in pair):
+        raise ApiError(
+            400,
+            f"{name}: this model scores texts only.",
+            "Send texts, or serve a reranker that takes images, such as jina-reranker-m0.",
+            name,
+        )
+    return [(str(first), str(second)) for first, second in pairs]
+
+
+def shortened(model: ServedModel, text: str | Picture, limit: int) -> str | Picture:
+    """Return the text of the first `limit` tokens of a text; images are not changed."""
+    if isinstance(text, Picture):
+        return text
+    tokens = model.tokenizer.encode_plain(text)
+    if len(tokens) <= limit:
+        return text
+    return model.tokenizer.decode(tokens[:limit], False).rstrip(REPLACEMENT)
