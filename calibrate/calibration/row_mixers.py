@@ -4,6 +4,7 @@ Legend: B windows, S tokens of a window, H heads, d head size, N state size of a
 K channels of a key, P of a key's part without RoPE, R with RoPE.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,9 +48,21 @@ def latent_attention(
     if cache is not None:
         keys, values = cache.update(keys, values, layer.layer)
     out_BHSd = functional.scaled_dot_product_attention(
-        q_BHSK, keys, values, attn_mask=mask, is_causal=mask is None
+        *(q_BHSK, keys, values),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=_score_scale(config, keys.shape[-1]),
     )
     return out_BHSd.transpose(1, 2).flatten(2)
+
+
+def _score_scale(config: Mapping[str, Any], width: int) -> float:
+    """Return the factor of scores: 1 / sqrt(width), times DeepSeek's factor of YaRN squared."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor, every = rope.get("factor"), rope.get("mscale_all_dim")
+    if rope.get("rope_type", rope.get("type")) != "yarn" or not factor or not every:
+        return width**-0.5
+    return width**-0.5 * (0.1 * every * math.log(max(factor, 1.0)) + 1.0) ** 2
 
 
 def rotated_neighbors(

@@ -11,7 +11,6 @@ from formats.architecture.rows.latent_parts import (
     GLM_LITE,
     MINICPM_3,
     MISTRAL_4,
-    SARVAM,
     YOUTU,
 )
 from formats.architecture.rows.usual import family_row
@@ -30,7 +29,6 @@ LATENT = (
     family_row("GlmMoeDsaForCausalLM", "GLM-5", "glm_moe_dsa", **GLM_5),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
     family_row("AXK1ForCausalLM", "A.X K1", "axk1", **AXK_1),
-    family_row("SarvamMLAForCausalLM", "Sarvam 105B", "sarvam_mla", **SARVAM),
     family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),
     family_row("MiniCPM3ForCausalLM", "MiniCPM3", "minicpm3", **MINICPM_3),
     family_row("Mistral4ForCausalLM", "Mistral 4 (text)", "mistral4", **MISTRAL_4),

@@ -110,7 +110,7 @@ MIXTURES = (
     family_row("Kolibri1ForCausalLM", "Kolibri 1", "kolibri1", builder="glm4", **KOLIBRI),
     family_row(
         "Cohere2MoeForCausalLM",
-        "Cohere 2 MoE (Command A+, North)",
+        "Command A+ and North",
         "cohere2_moe",
         builder="cohere",
         **COHERE_MOE,

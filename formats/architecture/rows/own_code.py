@@ -11,6 +11,7 @@ from formats.architecture.columns import Norm
 from formats.architecture.experts import Router, SharedExpert
 from formats.architecture.flags import Equals, Flag, Stated
 from formats.architecture.projection import Projection
+from formats.architecture.rows.latent_parts import SARVAM
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     GATE_UP,
@@ -232,6 +233,7 @@ OWN_CODE_MIXTURES = (
     family_row("BailingMoeForCausalLM", "Ling (Bailing MoE)", "bailing_moe", **BAILING),
     family_row("BailingMoeV2ForCausalLM", "Ling 2 and Ring 2", "bailing_moe", **BAILING_2),
     family_row("SarvamMoEForCausalLM", "Sarvam 30B", "sarvam_moe", **BAILING_2),
+    family_row("SarvamMLAForCausalLM", "Sarvam 105B", "sarvam_mla", **SARVAM),
     family_row(
         "DeepseekForCausalLM", "DeepSeek-MoE and DeepSeek-OCR (text)", "deepseek", **DEEPSEEK_MOE
     ),

@@ -322,6 +322,7 @@ def test_readme_lists_gguf_architectures_and_unsupported_families():
     assert "`rows/own_code.py`" in part  # the families of this file are named there, not here
     named = {row.title for row in (*OWN_CODE_DENSE, *OWN_CODE_MIXTURES)}
     titles = {row.title for name, row in FAMILIES.items() if row.served and name not in written}
+    titles.remove(re.search(r"`cohere2moe` \((.+?)\) is neither read nor written", part)[1])
     listed = re.search(r"has no architecture for (.+?)\.\s", part, re.DOTALL)[1].replace(
         " with windows", ""
     )

@@ -362,7 +362,7 @@ def test_bias_shape_mismatch_is_reported(float_model, write_folder):
 @pytest.mark.parametrize(
     ("names", "answer", "words"),
     [
-        (["FlintForCausalLM"], "not judged", "through transformers if a check at the start passes"),
+        (["DbrxForCausalLM"], "not judged", "through transformers if a check at the start passes"),
         (["ChatGLMModel"], "no", "runs code from its folder"),
         *((names, "no", "names no architecture") for names in ([], ["A", "B"], "Llama", 7)),
     ],
