@@ -178,7 +178,7 @@ SELECTING = ("minimax_m3",)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if name not in SELECTING])
 def test_images(tmp_path, family):
-    longest = 128 if family.startswith(("qwen3_5", "lfm2", "nemotron")) else 60  # for snapshots
+    longest = 128 if family.startswith(("qwen3_5", "lfm", "nemotron")) else 60  # for snapshots
     config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
     engine = settings(write_tiny_vision(tmp_path / family, family), max_model_len=256)
     assert all_same(engine, config)
