@@ -1,5 +1,7 @@
 """The end of a run: measure the quality, verify the files, write reports and publish the folder."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +67,9 @@ def finish(
         **run.head_and_embedding.config_changes(),
     }
     block = plan.config(settings.quantizer).to_dict()
+    if run.model.layer_map.family is not None and "ignore" in block:
+        names = run.model.layer_map.family.names_in_transformers
+        block["ignore"] = _under_both_names(block["ignore"], names)
     staged = writer.seal({**config, BLOCK: block}, side_files_from=run.model.folder)
     _write_factors(run, output, writer)
     if plan.layout.second_file is not None:
@@ -85,6 +90,21 @@ def finish(
     writer.write_text(REPORT_HTML, to_html(report))
     writer.publish()
     return report
+
+
+def _under_both_names(ignored: list[str], names: Mapping[str, str]) -> list[str]:
+    """Add the patterns of modules in float under transformers' names, which it compares.
+
+    `names`: file's name of a module below a layer -> transformers' name.
+    """
+    found = list(ignored)
+    for own, theirs in names.items():
+        for entry in ignored:
+            is_pattern = entry.startswith("re:")
+            old, new = (re.escape(own), re.escape(theirs)) if is_pattern else (own, theirs)
+            pattern = rf"(?<=\.){re.escape(old)}(?=$|[$.\\])"  # whole names only
+            found.append(re.sub(pattern, lambda _, new=new: new, entry))
+    return list(dict.fromkeys(found))
 
 
 def _write_factors(run: Run, output: Output, writer: CheckpointWriter) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.files.json_file import fits_float32, read_json
 from formats.patterns import StepBudget, regex
-from formats.peft.routed_experts import PARAMETERS
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
+# stacks of experts that may be adapted, in the order of their module
+PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 MAX_RANK = 1024  # far above ranks in use
 # PEFT writes the full name of each linear if ranks differ: 880 for 126 layers.
 MAX_CONFIG_BYTES = 1_000_000

@@ -27,7 +27,6 @@ from formats.files.tensor_entry import TensorEntry
 BASE_LAYER = ".base_layer"
 EXPERTS = "mlp.experts"  # transformers' usual name of the module with the stacks
 DOWN = "down_proj"
-PARAMETERS = ("gate_up_proj", "up_proj", DOWN)  # adapted stacks, in the order of their module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,11 +140,11 @@ def test_unknown_architecture_error_names_families_command(edited):
 
 
 def test_architecture_unsupported_by_fallback_is_refused_with_reason(edited):
-    folder = edited(config=lambda c: c.update(architectures=["RecurrentGemmaForCausalLM"]))
+    folder = edited(config=lambda c: c.update(architectures=["RwkvForCausalLM"]))
     refuse(
         folder,
-        "RecurrentGemmaForCausalLM is not in `qserve families`",
-        "recurrent states",
+        "RwkvForCausalLM is not in `qserve families`",
+        "attention interface",
         "qserve families",
     )
 
