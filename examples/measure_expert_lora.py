@@ -10,19 +10,16 @@ over replays of a CUDA graph with 16 different inputs, which choose different ex
 
 import argparse
 import json
-import statistics
 
 import torch
 from bench_shapes import check_device
-from measure_expert_shards import MXFP4, SHAPES, layer
+from measure_expert_shards import MXFP4, SHAPES, layer, median_us
 
 from qkernels import ops, reference
 from qkernels.lora.weights import TABLE_COLUMNS
 from qkernels.moe.adapted.weights import ExpertAdapters, ExpertLora
-from qkernels.moe.experts import ExpertWeights, PreparedExperts
+from qkernels.moe.experts import ExpertWeights
 from qkernels.moe.routing import SILU, Routing
-
-INPUTS = 16  # different inputs in a graph
 
 
 def random_lora(E: int, K: int, sizes: tuple[int, ...], slots: int, rank: int) -> ExpertLora:
@@ -90,42 +87,6 @@ def relative_error(M: int, num_slots: int) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-def median_us(
-    prepared: PreparedExperts,
-    routing: Routing,
-    M: int,
-    hidden: int,
-    repeats: int,
-    adapters: ExpertAdapters | None,
-) -> float:
-    """Return the microseconds of router, experts and norm for M random tokens."""
-    C, E = hidden, routing.num_experts
-    router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
-    spec = ops.NormSpec(weight_C=torch.ones(C, device="cuda", dtype=torch.bfloat16), eps=1e-6)
-    xs = [torch.randn(M, C, device="cuda", dtype=torch.bfloat16) for _ in range(INPUTS)]
-    residual = torch.zeros(M, C, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> None:
-        for x in xs:
-            routes = ops.route_tokens(x, router_EC, routing)
-            ops.norm(ops.experts(x, routes, prepared, adapters=adapters), residual, spec)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(xs))
-    return statistics.median(times)
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,7 +117,8 @@ def main() -> None:
             }
             found = {
                 f"{name}_us": round(
-                    median_us(prepared, routing, M, hidden, arguments.repeats, each), 1
+                    median_us(prepared, routing, M, hidden, arguments.repeats, adapters=each),
+                    1,
                 )
                 for name, each in kinds.items()
             }

@@ -20,10 +20,12 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qkernels import ops
-from qkernels.moe.experts import ExpertWeights
+from qkernels.moe.adapted.weights import ExpertAdapters
+from qkernels.moe.experts import ExpertWeights, PreparedExperts
 from qkernels.moe.routing import SILU, Routing
 
 MXFP4 = "w4a16-mxfp4"
+INPUTS = 16  # different inputs in a graph
 # hidden size, inner size, experts, experts of a token
 SHAPES = {
     "qwen3-30b": (2048, 768, 128, 8),
@@ -59,18 +61,30 @@ def layer(hidden: int, inner: int, here: int, routed: int, k: int, scheme: str):
     return ops.prepare_experts(weights, torch.bfloat16, "cuda")
 
 
-def median_us(prepared, routing: Routing, numbers_E, M: int, hidden: int, repeats: int) -> float:
-    """Return the microseconds of router, experts and norm for M random tokens."""
+def median_us(
+    prepared: PreparedExperts,
+    routing: Routing,
+    M: int,
+    hidden: int,
+    repeats: int,
+    *,
+    numbers_E: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> float:
+    """Return the microseconds of router, experts and norm for M random tokens.
+
+    `numbers_E`: this rank's numbers of the experts. `adapters`: those of the tokens.
+    """
     C, E = hidden, routing.num_experts
     router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
     spec = ops.NormSpec(weight_C=torch.ones(C, device="cuda", dtype=torch.bfloat16), eps=1e-6)
-    xs = [torch.randn(M, C, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
+    xs = [torch.randn(M, C, device="cuda", dtype=torch.bfloat16) for _ in range(INPUTS)]
     residual = torch.zeros(M, C, device="cuda", dtype=torch.bfloat16)
 
     def run() -> None:
         for x in xs:
             routes = ops.route_tokens(x, router_EC, routing, numbers_E=numbers_E)
-            ops.norm(ops.experts(x, routes, prepared), residual, spec)
+            ops.norm(ops.experts(x, routes, prepared, adapters=adapters), residual, spec)
 
     run()
     torch.cuda.synchronize()
@@ -115,7 +129,8 @@ def main() -> None:
         for M in arguments.tokens:
             found = {
                 f"{name}_us": round(
-                    median_us(prepared, routing, numbers, M, hidden, arguments.repeats), 1
+                    median_us(prepared, routing, M, hidden, arguments.repeats, numbers_E=numbers),
+                    1,
                 )
                 for name, (prepared, numbers) in forms.items()
             }

@@ -12,6 +12,7 @@ from pathlib import Path
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.codecs import awq
 from formats.errors import COPY_BLOCK, CheckpointError
+from formats.files.block import quantization_block
 from formats.files.model_path import is_gguf_folder
 from formats.files.model_writer import open_writer
 from formats.files.side_files import find_side_files
@@ -105,7 +106,7 @@ def convert_checkpoint(
         kv_cache=config.kv_cache,
         kv_per_head=config.kv_per_head,
     )
-    new_block = new_config.to_dict()
+    new_block = quantization_block(new_config, reader.config)
     modules = {name for name, scheme in schemes.items() if scheme is not None}
     fields = set(layout_of(config).fields)
     written = set()

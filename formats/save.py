@@ -22,6 +22,7 @@ from formats.compatibility.before_writing import check_readers, verdicts_of
 from formats.compatibility.loads_in import Verdict
 from formats.errors import CheckpointError, InputError, one_line
 from formats.families import known_family
+from formats.files.block import quantization_block
 from formats.files.model_writer import min_bytes, open_writer
 from formats.files.side_files import find_side_files
 from formats.in_memory.packed import PackedWeight
@@ -123,7 +124,7 @@ def save_quantized(
     config = QuantConfig.of_modules(layout.name, schemes, quantizer)
     verdicts, findings = verdicts_of(config, schemes, reader)
     check_readers(readers, verdicts, findings, layout, schemes, reader)
-    block = config.to_dict()
+    block = quantization_block(config, reader.config)
     least = min_bytes(reader, schemes)
     with open_writer(folder, reader, min_bytes=least, max_shard_bytes=max_shard_bytes) as writer:
         tied = says_tied(reader.config)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from formats.errors import CheckpointError, SchemeError
+from formats.errors import CheckpointError
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
 from formats.names import SchemeName
 from formats.numerics import affine
-from formats.scheme import Scheme, fitting_group_size
+from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.autocast import autocast_input, is_autocast, no_autocast
 from qkernels.checks import check_numbers
@@ -35,12 +35,12 @@ from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.stored_form import (
     NAMES,
     StoredWeight,
+    check_shape,
     check_storable,
     decode,
     empty_tensors,
     encode,
     is_empty,
-    stored_layout,
     stored_names,
 )
 
@@ -69,7 +69,7 @@ class QuantLinear(nn.Module):
         """
         self._start(in_features, out_features, Scheme.parse(scheme))
         check_storable(self.scheme, "QuantLinear")
-        _check_shape(self.scheme, "QuantLinear", out_features, in_features)
+        check_shape(self.scheme, "QuantLinear", out_features, in_features)
         for name, tensor in self._empty_tensors(device).items():
             setattr(self, name, tensor)
         if bias:
@@ -115,7 +115,7 @@ class QuantLinear(nn.Module):
         scheme = Scheme.parse(scheme)
         check_storable(scheme, name)
         if weight_NK.ndim == 2:
-            _check_shape(scheme, name, *weight_NK.shape)
+            check_shape(scheme, name, *weight_NK.shape)
         with no_autocast(weight_NK):
             packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
@@ -180,7 +180,7 @@ class QuantLinear(nn.Module):
         if bias is not None:
             _check_bias(bias, packed.out_features)
         check_storable(packed.scheme, "QuantLinear")
-        _check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
+        check_shape(packed.scheme, "QuantLinear", packed.out_features, packed.in_features)
         layer = cls.__new__(cls)
         layer._start(packed.in_features, packed.out_features, packed.scheme)
         for name, tensor in encode(packed).items():
@@ -489,20 +489,3 @@ def _check_bias(bias: torch.Tensor, out_features: int) -> None:
         )
     if not torch.isfinite(bias).all():
         raise KernelError("bias", "contains NaN or infinity", "replace these values")
-
-
-def _check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
-    """Raise SchemeError, naming the layer, unless a QuantLinear can have this shape."""
-    layout, spec = stored_layout(scheme), scheme.weight
-    reason = layout.refuses_shape(scheme, out_features, in_features)
-    if reason is not None:
-        reason += f", which tensors of {layout.name} require"
-        raise SchemeError(name, reason, "leave the layer in float")
-    if spec.type == "int" and in_features > 0 and in_features % spec.group_length(in_features):
-        fitting = replace(spec, group_size=fitting_group_size([in_features]))
-        raise SchemeError(
-            name,
-            f"its {in_features} inputs are not divisible by the group size {spec.group_size}",
-            f"give the scheme {replace(scheme, weight=fitting)}",
-        )
-    spec.check_shape(name, out_features, in_features)

@@ -13,7 +13,13 @@ from formats.errors import CheckpointError, SchemeError
 from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
 from formats.in_memory.packed import PackedWeight
 from formats.layouts import Layout, find_layout
-from formats.scheme import FP4_TYPES, Scheme, microscaled_inputs, w4a8_name
+from formats.scheme import (
+    FP4_TYPES,
+    Scheme,
+    fitting_group_size,
+    microscaled_inputs,
+    w4a8_name,
+)
 
 FP4_NAMES = ("weight_packed", "weight_scale")
 GLOBAL_SCALE = "weight_global_scale"  # only NVFP4 has it
@@ -132,3 +138,20 @@ def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
     else:
         weight = gptq.decode(dict(tensors), scheme.weight, "QuantLinear")
     return replace(weight, activation=scheme.activation)
+
+
+def check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
+    """Raise SchemeError, naming the layer, unless a QuantLinear can have this shape."""
+    layout, spec = stored_layout(scheme), scheme.weight
+    reason = layout.refuses_shape(scheme, out_features, in_features)
+    if reason is not None:
+        reason += f", which tensors of {layout.name} require"
+        raise SchemeError(name, reason, "leave the layer in float")
+    if spec.type == "int" and in_features > 0 and in_features % spec.group_length(in_features):
+        fitting = replace(spec, group_size=fitting_group_size([in_features]))
+        raise SchemeError(
+            name,
+            f"its {in_features} inputs are not divisible by the group size {spec.group_size}",
+            f"give the scheme {replace(scheme, weight=fitting)}",
+        )
+    spec.check_shape(name, out_features, in_features)

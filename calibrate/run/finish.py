@@ -1,7 +1,5 @@
 """The end of a run: measure the quality, verify the files, write reports and publish the folder."""
 
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from calibrate.run.prepare import Run
 from calibrate.solvers.solving import LayerState
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.compatibility.loads_in import Verdict
+from formats.files.block import quantization_block
 from formats.files.channel_factors import ChannelFactors, read_channel_factors
 from formats.files.side_files import CHANNEL_FACTORS
 from formats.inspection.inspect import inspect_checkpoint
@@ -66,10 +65,7 @@ def finish(
         **_config_changes(run, model_tensors),
         **run.head_and_embedding.config_changes(),
     }
-    block = plan.config(settings.quantizer).to_dict()
-    if run.model.layer_map.family is not None and "ignore" in block:
-        names = run.model.layer_map.family.names_in_transformers
-        block["ignore"] = _under_both_names(block["ignore"], names)
+    block = quantization_block(plan.config(settings.quantizer), config)
     staged = writer.seal({**config, BLOCK: block}, side_files_from=run.model.folder)
     _write_factors(run, output, writer)
     if plan.layout.second_file is not None:
@@ -90,21 +86,6 @@ def finish(
     writer.write_text(REPORT_HTML, to_html(report))
     writer.publish()
     return report
-
-
-def _under_both_names(ignored: list[str], names: Mapping[str, str]) -> list[str]:
-    """Add the patterns of modules in float under transformers' names, which it compares.
-
-    `names`: file's name of a module below a layer -> transformers' name.
-    """
-    found = list(ignored)
-    for own, theirs in names.items():
-        for entry in ignored:
-            is_pattern = entry.startswith("re:")
-            old, new = (re.escape(own), re.escape(theirs)) if is_pattern else (own, theirs)
-            pattern = rf"(?<=\.){re.escape(old)}(?=$|[$.\\])"  # whole names only
-            found.append(re.sub(pattern, lambda _, new=new: new, entry))
-    return list(dict.fromkeys(found))
 
 
 def _write_factors(run: Run, output: Output, writer: CheckpointWriter) -> None:

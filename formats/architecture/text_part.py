@@ -183,6 +183,7 @@ _PART_NAMES += ("visual_embeddings_table", "high_res_vision_model", "high_res_vi
 _PART_NAMES += ("high_res_vision_proj",)
 # Janus' generator of images
 _PART_NAMES += ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
+_ALSO_INSIDE = ("encoder",)  # parts with a name that modules of other parts have, too
 # parts whose modules transformers names otherwise, in quantization blocks, too
 _IN_TRANSFORMERS = {
     "mlp_AR": "projector",
@@ -363,7 +364,11 @@ def stored_name(name: str, prefix: str) -> str:
 
 def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the model's other parts that these tensors belong to, such as `vision_tower`."""
-    words = {word for name in names for word in name.split(".")[:2]}
+    words = set()
+    for name in names:
+        first, *rest = name.split(".")[:2]
+        is_part = first in _PART_NAMES
+        words |= {first, *(word for word in rest if not (is_part and word in _ALSO_INSIDE))}
     words |= {_IN_TRANSFORMERS[word] for word in words & _IN_TRANSFORMERS.keys()}
     return tuple(part for part in _PART_NAMES if part in words)
 

@@ -67,7 +67,8 @@ def expert_stacks(config: Mapping[str, Any], names: Collection[str]) -> dict[str
         return {}
     layer = re.escape(family_of(config).layer).replace(re.escape("{i}"), r"\d{1,9}")
     found: dict[str, dict[tuple[int, int], str]] = {}
-    for stack, projection in named_stacks(experts).items():
+    projections = named_stacks(experts)
+    for stack, projection in projections.items():
         for place, (linear, _) in enumerate(projection.members):
             own = re.escape(linear).replace(re.escape("{e}"), r"(?P<expert>\d{1,9})")
             pattern = re.compile(rf"(?P<layer>{layer})\.{own}\.weight")
@@ -75,7 +76,6 @@ def expert_stacks(config: Mapping[str, Any], names: Collection[str]) -> dict[str
                 number = int(match["expert"])
                 name, key = _place(config, experts, stack, linear, number, place)
                 found.setdefault(f"{match['layer']}.{name}", {})[key] = match[0]
-    projections = named_stacks(experts)
     return {
         name: Stack(experts=rows, transposed=_is_transposed(config, experts, projections, name))
         for name, linears in found.items()

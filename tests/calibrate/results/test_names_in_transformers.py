@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from calibrate.pipeline import quantize_checkpoint
+from formats.convert import convert_checkpoint
 from formats.scheme import Scheme
 from qserve.llm import LLM
 from tests.qserve.model.variants import TOKENS, relative
@@ -23,6 +24,14 @@ def test_transformers_loads_linears_in_float(family, tiny_model, tmp_path):
         output_format="compressed-tensors",
         progress=False,
     )
+    check(target)
+    for layout in ("gptq", "compressed-tensors"):
+        convert_checkpoint(target, tmp_path / layout, output_format=layout)
+        target = tmp_path / layout
+    check(target)
+
+
+def check(target):
     block = json.loads((target / "config.json").read_text())["quantization_config"]
     for name in ("gate_proj", "g_proj"):
         assert any(rf"self_attn\.{name}" in each for each in block["ignore"]), name
